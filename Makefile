@@ -1,0 +1,73 @@
+# Every target that needs the environment makes it first, in .venv.
+
+PYTHON ?= python3
+
+# Extra arguments for pip, such as a package source or --no-index.
+PIP_ARGS ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.kronfac-installed
+PINS  := $(VENV)/.kronfac-constraints.txt
+PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+# One thread for each of the two test workers.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+
+.PHONY: help setup demo checks test nightly format clean
+
+help:
+	@echo "make demo      train a small network with K-FAC"
+	@echo "make test      all checks and the fast tests"
+	@echo "make nightly   all checks and all tests, the slow ones too"
+	@echo "make format    format the code and apply safe lint fixes"
+	@echo "make setup     only make the environment in $(VENV)"
+	@echo "make clean     remove caches and builds, keep $(VENV)"
+
+setup: $(STAMP)
+
+# torch comes first and exactly as pinned, so that nothing after it can pull in
+# another build. The pins are for Python 3.11 and later: some of them have no
+# release for 3.10, where only the pin of torch is used.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "kronfac needs Python 3.10 or later; set PYTHON=...")'
+	@test -x $(BIN)/python || { echo "==> creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
+	then cp constraints.txt $(PINS); else echo "$(TORCH)" > $(PINS); fi
+	@echo "==> installing $(TORCH)"
+	@$(PIP) -c $(PINS) "$(TORCH)"
+	@echo "==> installing kronfac with its extras"
+	@$(PIP) -c $(PINS) -e ".[experiments,dev]"
+	@$(PIP) -c $(PINS) --no-deps curvlinops-for-pytorch
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	@$(BIN)/python -m kronfac.experiments.demo
+
+checks: $(STAMP)
+	@echo "==> ruff check"
+	@$(BIN)/ruff check --quiet .
+	@echo "==> ruff format --check"
+	@$(BIN)/ruff format --quiet --check .
+	@echo "==> mypy"
+	@$(BIN)/mypy --no-error-summary
+	@echo "==> lint-imports"
+	@$(BIN)/lint-imports --no-logo
+
+test: checks
+	@echo "==> pytest, fast tests"
+	@$(PYTEST) -m "not slow"
+
+nightly: checks
+	@echo "==> pytest, all tests"
+	@$(PYTEST)
+
+format: $(STAMP)
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean:
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	@find . -path ./$(VENV) -prune -o -path ./.git -prune -o \
+	    -type d -name __pycache__ -print | xargs rm -rf

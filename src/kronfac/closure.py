@@ -1,0 +1,101 @@
+"""The closure that `KFAC.closure` builds: one mini-batch, in chunks, with K-FAC owning the pass."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.errors import TargetError
+from kronfac.layers import Layer
+from kronfac.likelihoods import Objective
+from kronfac.statistics import capture
+
+Rows = tuple[Tensor, Tensor]
+"""𝒢 (m, out) and 𝒜 (m, in+1) of one layer, with 𝒢ᵀ𝒜 = ∇_W h."""
+
+
+class MiniBatchClosure:
+    """Loss and gradient of one mini-batch, by micro-batches of `chunk` rows.
+
+    The gradients are those of one pass over all rows, up to rounding: with a mean loss every chunk
+    is weighed by its share of the rows.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        layers: Sequence[Layer],
+        zero_grad: Callable[[], None],
+        x: Tensor | tuple[Tensor, ...],
+        y: Tensor,
+        chunk: int | None,
+        keep_rows: bool,
+    ) -> None:
+        self._args = x if isinstance(x, tuple) else (x,)
+        if any(len(arg) != len(y) for arg in self._args):
+            raise TargetError(
+                f"KFAC.closure needs as many targets as inputs; got {len(y)} targets for "
+                f"{[len(arg) for arg in self._args]} inputs."
+            )
+        if len(y) == 0:
+            raise ValueError("KFAC.closure needs at least one case.")
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"KFAC.closure's chunk is a number of rows, 1 or more; got {chunk}.")
+        self._model = model
+        self._objective = objective
+        self._layers = layers
+        self._zero_grad = zero_grad
+        self._targets = y
+        self._chunk = chunk or len(y)
+        self._keep_rows = keep_rows
+        self.rows: tuple[Rows, ...] | None = None
+        """Set by a call, where the low-rank route wants it [MG15 §8]."""
+
+    def __call__(self) -> Tensor:
+        """The loss over the whole mini-batch; gradients are left in the parameters."""
+        self._zero_grad()
+        cases = len(self._targets)
+        total = torch.zeros((), device=self._targets.device)
+        kept: list[list[Rows]] = []
+        for start in range(0, cases, self._chunk):
+            part = slice(start, start + self._chunk)
+            targets = self._targets[part]
+            with ExitStack() as stack:
+                captured = stack.enter_context(capture(self._layers)) if self._keep_rows else None
+                outputs = self._model(*(arg[part] for arg in self._args))
+                loss = self._objective.module(outputs, targets)
+            share = len(targets) / cases if self._objective.reduction == "mean" else 1.0
+            grads = _remember_grads(captured.outputs()) if captured else []
+            (loss * share).backward()
+            total = total + loss.detach() * share
+            if captured:
+                kept.append(
+                    [
+                        (layer.output_grads(g).flatten(0, 1), layer.inputs(x).flatten(0, 1))
+                        for layer, g, x in zip(self._layers, grads, captured.inputs(), strict=True)
+                    ]
+                )
+        if kept:
+            self.rows = tuple(
+                (torch.cat([g for g, _ in chunks]), torch.cat([a for _, a in chunks]))
+                for chunks in zip(*kept, strict=True)
+            )
+        return total
+
+
+def _remember_grads(tensors: Sequence[Tensor]) -> list[Any]:
+    """A list that the gradients of `tensors` will be in after the backward pass."""
+    grads: list[Any] = [None] * len(tensors)
+
+    def keeper(index: int) -> Callable[[Tensor], None]:
+        def hook(grad: Tensor) -> None:
+            grads[index] = grad
+
+        return hook
+
+    for i, tensor in enumerate(tensors):
+        tensor.register_hook(keeper(i))
+    return grads

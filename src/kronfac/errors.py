@@ -1,0 +1,37 @@
+"""What can go wrong, by cause.
+
+`ValueError` and `TypeError` are for arguments that are wrong on their own; the classes here are for
+what only shows against a model, a mini-batch or a matrix.
+"""
+
+
+class KronfacError(Exception):
+    """Base class of every error that kronfac raises itself."""
+
+
+class UnsupportedModelError(KronfacError, ValueError):
+    """The model holds something that the chosen curvature cannot describe."""
+
+
+class UnsupportedLossError(KronfacError, ValueError):
+    """The loss is not the negative log-likelihood of a known predictive distribution."""
+
+
+class TargetError(KronfacError, ValueError):
+    """The targets do not fit the outputs."""
+
+
+class ClosureError(KronfacError, RuntimeError):
+    """The closure did not do what a step needs of it."""
+
+
+class StateError(KronfacError, ValueError):
+    """A saved state does not fit this optimizer."""
+
+
+class NotPositiveDefiniteError(KronfacError, ArithmeticError):
+    """A matrix that has to be positive definite is not, even after float64 and jitter."""
+
+
+class NonFiniteError(KronfacError, ArithmeticError):
+    """A matrix holds NaN or infinity."""

@@ -1,0 +1,110 @@
+"""F̆⁻¹ = diag(A₀⁻¹ ⊗ G₁⁻¹, A₁⁻¹ ⊗ G₂⁻¹, …) [MG15 §4.2]."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from kronfac.factors import KroneckerFactors
+from kronfac.inverses.base import ApproximateInverse, DampedInverse, Matrices
+from kronfac.inverses.damping import ExactTikhonov, FactoredTikhonov
+from kronfac.linalg import EigenKroneckerSum, KroneckerProduct, eigh, inverse
+
+Block = KroneckerProduct | EigenKroneckerSum
+
+
+@dataclass(frozen=True)
+class BlockDiagonalInverse(ApproximateInverse):
+    """The Fisher as if layers were independent: U_i = G_i⁻¹ V_i A_i⁻¹.
+
+    Args:
+        tikhonov: how the damping enters, `FactoredTikhonov(norm)` or `ExactTikhonov()`.
+        low_rank: multiply 𝒢 (out, m) and 𝒜 (m, in) by the inverses before each other, for layers
+            where that is cheaper (m < d). The gradient then has to come from `KFAC.closure`, and the
+            weight decay's part η F̆⁻¹θ is kept apart and refreshed with the inverse [MG15 §8, end].
+    """
+
+    tikhonov: FactoredTikhonov | ExactTikhonov = field(default_factory=FactoredTikhonov)
+    low_rank: bool = False
+
+    def __post_init__(self) -> None:
+        if self.low_rank and isinstance(self.tikhonov, ExactTikhonov):
+            raise ValueError(
+                "BlockDiagonalInverse(low_rank=True) needs a Kronecker-factored inverse; "
+                "ExactTikhonov has none. Use FactoredTikhonov."
+            )
+
+    def prepare(self, factors: KroneckerFactors) -> "_Factored | _Exact":
+        if isinstance(self.tikhonov, ExactTikhonov):
+            return _Exact(
+                tuple(eigh(A, f"A[{i}]") for i, A in enumerate(factors.A)),
+                tuple(eigh(G, f"G[{i}]") for i, G in enumerate(factors.G)),
+            )
+        return _Factored(factors, self.tikhonov)
+
+    def load(self, packed: dict[str, Any]) -> "DampedBlockDiagonal":
+        block = EigenKroneckerSum if isinstance(self.tikhonov, ExactTikhonov) else KroneckerProduct
+        return DampedBlockDiagonal(tuple(block(**fields) for fields in packed["blocks"]))
+
+
+@dataclass(frozen=True)
+class DampedBlockDiagonal(DampedInverse):
+    """One block a layer."""
+
+    blocks: tuple[Block, ...]
+
+    def mv(self, vectors: Sequence[Tensor]) -> Matrices:
+        """U_i = G_i⁻¹ V_i A_i⁻¹."""
+        return tuple(block.mv(V) for block, V in zip(self.blocks, vectors, strict=True))
+
+    def mv_low_rank(
+        self,
+        vectors: Sequence[Tensor],
+        outer: Sequence[tuple[Tensor, Tensor]],
+        decayed: Sequence[Tensor] | None,
+    ) -> Matrices:
+        """F̆⁻¹(𝒢ᵀ𝒜 + ηθ) from 𝒢 (m, out), 𝒜 (m, in) and η F̆⁻¹θ, layer by layer where that is cheaper.
+
+        Elsewhere it is `mv` of `vectors`, the same gradients multiplied out.
+        """
+        products = []
+        for i, (block, V, (G_rows, A_rows)) in enumerate(
+            zip(self.blocks, vectors, outer, strict=True)
+        ):
+            assert isinstance(block, KroneckerProduct)
+            if not block.low_rank_pays(len(G_rows)):
+                products.append(block.mv(V))
+                continue
+            U = block.mv_low_rank(G_rows, A_rows)
+            products.append(U if decayed is None else U + decayed[i])
+        return tuple(products)
+
+
+@dataclass(frozen=True)
+class _Factored:
+    factors: KroneckerFactors
+    tikhonov: FactoredTikhonov
+
+    def damped(self, gamma: float) -> DampedBlockDiagonal:
+        blocks = []
+        for i, (A, G) in enumerate(zip(self.factors.A, self.factors.G, strict=True)):
+            damped_A, damped_G = self.tikhonov.damp(A, G, gamma)
+            blocks.append(
+                KroneckerProduct(inverse(damped_A, f"A[{i}]"), inverse(damped_G, f"G[{i}]"))
+            )
+        return DampedBlockDiagonal(tuple(blocks))
+
+
+@dataclass(frozen=True)
+class _Exact:
+    A: tuple[tuple[Tensor, Tensor], ...]  # eigenvalues and eigenvectors
+    G: tuple[tuple[Tensor, Tensor], ...]
+
+    def damped(self, gamma: float) -> DampedBlockDiagonal:
+        return DampedBlockDiagonal(
+            tuple(
+                EigenKroneckerSum(E_A, s_A, E_G, s_G, gamma**2)
+                for (s_A, E_A), (s_G, E_G) in zip(self.A, self.G, strict=True)
+            )
+        )

@@ -1,0 +1,75 @@
+"""Tikhonov damping of Kronecker factors [MG15 §6.3, §6.6].
+
+The exact form adds γ² to the diagonal of A ⊗ G, γ² standing for λ + η. The factored form adds a
+part to each factor, so that a single Kronecker product remains:
+
+    (A + π γ I) ⊗ (G + γ/π I)
+
+π spreads the damping so that a bound on the difference between the two forms is smallest:
+π = (‖A ⊗ I‖ / ‖I ⊗ G‖)^½ in some norm.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Norm = Literal["trace", "frobenius", "spectral", "one"]
+
+
+@dataclass(frozen=True)
+class FactoredTikhonov:
+    """(A + π γ I) ⊗ (G + γ/π I), the paper's choice; `norm` is the one in π, or `"one"` for π = 1."""
+
+    norm: Norm = "trace"
+
+    def __post_init__(self) -> None:
+        if self.norm not in get_args(Norm):
+            raise ValueError(
+                f"FactoredTikhonov's norm is one of {get_args(Norm)}; got {self.norm!r}."
+            )
+
+    def damp(self, A: Tensor, G: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+        """A + π γ I and G + γ/π I."""
+        ratio = pi(A, G, self.norm)
+        return add_to_diagonal(A, ratio * gamma), add_to_diagonal(G, gamma / ratio)
+
+
+@dataclass(frozen=True)
+class ExactTikhonov:
+    """A ⊗ G + γ² I, not factored: eqn. 5 of the paper with γ² in place of λ + η.
+
+    With γ tied to √(λ + η) (`kronfac.TiedGamma`) it is that equation.
+    """
+
+
+def pi(A: Tensor, G: Tensor, norm: Norm = "trace") -> Tensor:
+    """π = (‖A ⊗ I‖ / ‖I ⊗ G‖)^½ for positive semi-definite A and G.
+
+    trace:     ((tr A / dim A) / (tr G / dim G))^½
+    frobenius: ((‖A‖_F / (dim A)^½) / (‖G‖_F / (dim G)^½))^½
+    spectral:  (‖A‖₂ / ‖G‖₂)^½
+    """
+    if norm == "one":
+        return A.new_ones(())
+    size_A, size_G = (_mean_size(M, norm) for M in (A, G))
+    # A layer that no gradient reaches has G = 0: any π is as good as another, but not infinity.
+    tiny = torch.finfo(A.dtype).tiny ** 0.5
+    return (size_A.clamp(min=tiny) / size_G.clamp(min=tiny)).sqrt()
+
+
+def _mean_size(M: Tensor, norm: Norm) -> Tensor:
+    if norm == "trace":
+        return M.diagonal().mean()
+    if norm == "frobenius":
+        return torch.linalg.matrix_norm(M).div(len(M) ** 0.5)  # type: ignore[no-any-return]
+    largest: Tensor = torch.linalg.eigvalsh(M.double())[-1]
+    return largest.to(M.dtype)
+
+
+def add_to_diagonal(M: Tensor, value: Tensor) -> Tensor:
+    """M + value · I, a copy."""
+    damped = M.clone()
+    damped.diagonal().add_(value)
+    return damped

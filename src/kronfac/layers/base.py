@@ -1,0 +1,54 @@
+"""What K-FAC asks of a layer: its inputs, its output gradients, its parameters as one matrix.
+
+Layout: `[batch, shared, features]`. `shared` counts the places at which one case uses the same
+weights; it is 1 for a Linear on a batch of vectors.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+Matrices = tuple[Tensor, ...]
+"""A vector in parameter space, one matrix V (out, in+1) a layer: gradients, updates, directions."""
+
+
+class Layer(ABC):
+    """An adaptor around one module whose parameters form W with s = W ā."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        """`name` is the module's path in the model, used in errors and in saved states."""
+        self.name = name
+        self.module = module
+
+    @abstractmethod
+    def parameter_names(self) -> list[str]:
+        """Full names in the model, in the order of `split`."""
+
+    @abstractmethod
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, in the order of `split`."""
+
+    @abstractmethod
+    def inputs(self, x: Tensor) -> Tensor:
+        """ā (batch, shared, in+1), with the homogeneous coordinate where there is a bias."""
+
+    @abstractmethod
+    def output_grads(self, g: Tensor) -> Tensor:
+        """g (batch, shared, out) from the gradient with respect to the module's output."""
+
+    @abstractmethod
+    def join(self, tensors: Iterable[Tensor]) -> Tensor:
+        """V (out, in+1) from tensors shaped like the parameters."""
+
+    @abstractmethod
+    def split(self, V: Tensor) -> list[Tensor]:
+        """Tensors shaped like the parameters from V, views where possible."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(out, in+1)."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, shape={self.shape})"

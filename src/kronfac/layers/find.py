@@ -1,0 +1,54 @@
+"""Which layers of a model K-FAC trains."""
+
+from torch import nn
+
+from kronfac.errors import UnsupportedModelError
+from kronfac.layers.base import Layer
+from kronfac.layers.linear import LinearLayer
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """Adaptors of all layers with trainable parameters, in the order of `model.named_modules()`.
+
+    Raises:
+        UnsupportedModelError: a trainable parameter belongs to no supported layer, to half of one,
+            or to two of them; or there is none at all.
+    """
+    layers: list[Layer] = []
+    owner: dict[int, str] = {}
+    for name, module in model.named_modules():
+        trainable = [p.requires_grad for p in module.parameters(recurse=False)]
+        # Exact type: a subclass may do something else in its forward, as attention's packed
+        # projection does.
+        if type(module) is not nn.Linear or not any(trainable):
+            continue
+        if not all(trainable):
+            raise UnsupportedModelError(
+                f"KFAC trains a layer's weight and bias together; of layer {name!r} only one has "
+                "requires_grad. Freeze both or neither."
+            )
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in owner:
+                raise UnsupportedModelError(
+                    f"KFAC does not support tied weights; layers {owner[id(parameter)]!r} and "
+                    f"{name!r} share a parameter."
+                )
+            owner[id(parameter)] = name
+        layers.append(LinearLayer(name, module))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and id(parameter) not in owner:
+            raise UnsupportedModelError(
+                f"KFAC supports nn.Linear; parameter {name!r} of {type(model).__name__} belongs to "
+                "another kind of layer. Freeze it with requires_grad_(False) to leave it as it is."
+            )
+    if not layers:
+        raise UnsupportedModelError(
+            f"KFAC found no trainable nn.Linear in {type(model).__name__}; it has nothing to train."
+        )
+    for layer in layers:
+        if not all(p.is_floating_point() for p in layer.parameters()):
+            raise UnsupportedModelError(
+                f"KFAC needs real floating-point parameters; layer {layer.name!r} has "
+                f"{layer.parameters()[0].dtype}."
+            )
+    return layers

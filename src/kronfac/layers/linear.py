@@ -1,0 +1,55 @@
+"""nn.Linear: s = W a + b = [W b] [a; 1]."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.errors import UnsupportedModelError
+from kronfac.layers.base import Layer
+
+
+class LinearLayer(Layer):
+    """A Linear on (batch, features); the bias is the last column of its matrix [MG15 §2.1]."""
+
+    module: nn.Linear
+
+    def __init__(self, name: str, module: nn.Linear) -> None:
+        super().__init__(name, module)
+        self.has_bias = module.bias is not None
+
+    def parameter_names(self) -> list[str]:
+        prefix = f"{self.name}." if self.name else ""
+        return [prefix + "weight"] + ([prefix + "bias"] if self.has_bias else [])
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.module.parameters(recurse=False))
+
+    def inputs(self, x: Tensor) -> Tensor:
+        x = self._vectors(x, "inputs")
+        if self.has_bias:
+            x = torch.cat([x, x.new_ones(len(x), 1)], dim=1)
+        return x.unsqueeze(1)
+
+    def output_grads(self, g: Tensor) -> Tensor:
+        return self._vectors(g, "outputs").unsqueeze(1)
+
+    def join(self, tensors: Iterable[Tensor]) -> Tensor:
+        weight, *bias = tensors
+        return torch.cat([weight, bias[0].unsqueeze(1)], dim=1) if bias else weight
+
+    def split(self, V: Tensor) -> list[Tensor]:
+        return [V[:, :-1], V[:, -1]] if self.has_bias else [V]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.module.out_features, self.module.in_features + self.has_bias
+
+    def _vectors(self, x: Tensor, what: str) -> Tensor:
+        if x.dim() != 2:
+            raise UnsupportedModelError(
+                f"KFAC needs every Linear to be called with a batch of vectors; the {what} of layer "
+                f"{self.name!r} have shape {tuple(x.shape)}. Weight sharing is not supported yet: "
+                "flatten the extra dimensions into the features."
+            )
+        return x

@@ -1,0 +1,72 @@
+"""What K-FAC asks of a predictive distribution R_{y|z} with natural parameters z.
+
+Layout: outputs z are (cases, outputs). Everything here is per case and unscaled; how cases are
+weighed in the objective is `Objective`'s business.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.errors import TargetError
+
+
+class Likelihood(nn.Module, ABC):
+    """A predictive distribution; called as a loss it is −log r(y|z) averaged over the cases.
+
+    The negative log-probability of a case is summed over its outputs, so that the loss is the paper's
+    objective h(θ) = E[−log p(y|x, θ)] and not that divided by the number of outputs.
+    """
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean over cases of −log r(y|z)."""
+        self.check(outputs, targets)
+        return self.negative_log_likelihood(outputs, targets) / len(outputs)
+
+    @abstractmethod
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Σ over cases of −log r(y|z), up to terms without z."""
+
+    @abstractmethod
+    def noise(
+        self, draws: int, outputs: torch.Size, like: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """The random numbers for `draws` targets of each case, (draws, cases, …).
+
+        Drawn apart from `sample` and for all cases at once, because a generator asked in chunks
+        gives other numbers: this is what makes a step independent of the chunk size.
+        """
+
+    @abstractmethod
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        """Targets y ~ R_{y|z}, a deterministic function of z and one draw of `noise`."""
+
+    @abstractmethod
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """∂(−log r(y|z))/∂z, (cases, outputs)."""
+
+    @abstractmethod
+    def fisher_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        """F_R v for each case; `vectors` is (…, cases, outputs)."""
+
+    @abstractmethod
+    def fisher_root_columns(self, outputs: Tensor) -> Iterator[Tensor]:
+        """Vectors r₁, r₂, … (cases, outputs) with Σ_j r_j r_jᵀ = F_R."""
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse targets that do not fit, before broadcasting can make sense of them."""
+        if targets.shape != outputs.shape:
+            raise TargetError(
+                f"{type(self).__name__} needs targets of the outputs' shape {tuple(outputs.shape)}; "
+                f"got {tuple(targets.shape)}."
+            )
+
+
+def unit_columns(scales: Tensor) -> Iterator[Tensor]:
+    """The columns of diag(scales) for each case, one output at a time: a diagonal Fisher's root."""
+    for j in range(scales.shape[-1]):
+        column = torch.zeros_like(scales)
+        column[..., j] = scales[..., j]
+        yield column

@@ -1,0 +1,146 @@
+"""(A ⊗ B ± C ⊗ D)⁻¹ for A, B positive definite and C, D positive semi-definite [MG15 App. B].
+
+Write A = L₁L₁ᵀ, B = L₂L₂ᵀ, and C = R₁R₁ᵀ, D = R₂R₂ᵀ for any roots. With Xᵢ = Lᵢ⁻¹Rᵢ,
+
+    A ⊗ B ± C ⊗ D = (L₁ ⊗ L₂) (I ± X₁X₁ᵀ ⊗ X₂X₂ᵀ) (L₁ ⊗ L₂)ᵀ.
+
+Let Xᵢ = EᵢSᵢ^½Fᵢᵀ be the singular value decomposition and Pᵢ = EᵢSᵢ^½ = XᵢFᵢ. Since
+1/(1 ± s) = 1 ∓ s/(1 ± s), the inverse is that of A ⊗ B and a correction in as many columns as R has:
+
+    (A ⊗ B ± C ⊗ D)⁻¹ = A⁻¹ ⊗ B⁻¹ ∓ (K₁ ⊗ K₂)(I ± S₁ ⊗ S₂)⁻¹(K₁ ⊗ K₂)ᵀ,   Kᵢ = Lᵢ⁻ᵀPᵢ.
+
+Deviation: the paper takes symmetric square roots and the eigenvectors of A^{-1/2} C A^{-1/2}, a full
+basis. The inverse is the same, but this form needs no square root (Cholesky instead of a second
+eigendecomposition), decomposes the smaller of XᵀX and XXᵀ, never divides by a small singular value,
+and for the minus sign is a positive definite matrix plus a positive semi-definite one whatever the
+rounding, which is what keeps it positive in float32 with rank-deficient statistics.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kronfac.linalg.spd import eigh, inverse_from_cholesky
+
+
+def _solve_lower(L: Tensor, B: Tensor) -> Tensor:
+    """L⁻¹ B."""
+    solution: Tensor = torch.linalg.solve_triangular(L, B, upper=False)
+    return solution
+
+
+def _solve_lower_transposed(L: Tensor, B: Tensor) -> Tensor:
+    """L⁻ᵀ B."""
+    solution: Tensor = torch.linalg.solve_triangular(L.mT, B, upper=True)
+    return solution
+
+
+def _scaled_left_singular(X: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """P = E S^½ and s = diag S of X = E S^½ Fᵀ, by the smaller of its two Gram matrices."""
+    rows, columns = X.shape
+    if columns < rows:
+        s, F = eigh(X.mT @ X, name)
+        return X @ F, s
+    s, E = eigh(X @ X.mT, name)
+    return E * s.sqrt(), s
+
+
+@dataclass(frozen=True)
+class KroneckerDifferenceInverse:
+    """(A ⊗ B + sign · C ⊗ D)⁻¹, by decomposition.
+
+    V ↦ B⁻¹VA⁻¹ − sign · K₂[(K₂ᵀVK₁) ⊘ (11ᵀ + sign · s₂s₁ᵀ)]K₁ᵀ
+    """
+
+    A_inv: Tensor  # (in, in)
+    B_inv: Tensor  # (out, out)
+    K1: Tensor  # (in, r1)
+    K2: Tensor  # (out, r2)
+    weights: Tensor  # (r2, r1): −sign / (1 + sign s₂s₁ᵀ)
+
+    def mv(self, V: Tensor) -> Tensor:
+        """The inverse applied to V (out, in)."""
+        inner = (self.K2.mT @ V @ self.K1) * self.weights
+        return self.B_inv @ V @ self.A_inv + self.K2 @ inner @ self.K1.mT
+
+    def to_dense(self) -> Tensor:
+        """The (in·out, in·out) matrix."""
+        K = torch.kron(self.K1, self.K2)
+        return torch.kron(self.A_inv, self.B_inv) + (K * self.weights.mT.reshape(-1)) @ K.mT
+
+
+def decompose(
+    L1: Tensor, L2: Tensor, R1: Tensor, R2: Tensor, sign: float = -1.0, name: str = "factor"
+) -> KroneckerDifferenceInverse:
+    """Prepare (L₁L₁ᵀ ⊗ L₂L₂ᵀ + sign · R₁R₁ᵀ ⊗ R₂R₂ᵀ)⁻¹; with sign −1 the difference must be positive."""
+    P1, s1 = _scaled_left_singular(_solve_lower(L1, R1), f"{name}, input side")
+    P2, s2 = _scaled_left_singular(_solve_lower(L2, R2), f"{name}, output side")
+    product = torch.outer(s2, s1)
+    if sign < 0:
+        # The s are squared canonical correlations, below 1 in exact arithmetic: what rounding adds
+        # is taken off, and a difference that rounding made singular gets the smallest gap that the
+        # dtype can tell from none.
+        product = torch.outer(s2.clamp(max=1), s1.clamp(max=1))
+        product = product.clamp(max=1 - torch.finfo(product.dtype).eps)
+    return KroneckerDifferenceInverse(
+        A_inv=inverse_from_cholesky(L1),
+        B_inv=inverse_from_cholesky(L2),
+        K1=_solve_lower_transposed(L1, P1),
+        K2=_solve_lower_transposed(L2, P2),
+        weights=-sign / (1 + sign * product),
+    )
+
+
+@dataclass(frozen=True)
+class SmithDifferenceInverse:
+    """(A ⊗ B + sign · C ⊗ D)⁻¹ by Smith's iteration with squaring [MG15 App. B].
+
+    U = B⁻¹VA⁻¹ − sign · (B⁻¹D)U(CA⁻¹) is a fixed-point equation; its 2ʲ-th iterate takes j squarings
+    of the two coefficients, which are kept: U ← U ∓ P U Q first, then U ← U + P²ʲ U Q²ʲ.
+    """
+
+    A_inv: Tensor  # (in, in)
+    B_inv: Tensor  # (out, out)
+    lefts: tuple[Tensor, ...]  # −sign·B⁻¹D and its powers 2, 4, 8, … (out, out)
+    rights: tuple[Tensor, ...]  # CA⁻¹ and its powers (in, in)
+
+    def mv(self, V: Tensor) -> Tensor:
+        """The inverse applied to V (out, in)."""
+        U = self.B_inv @ V @ self.A_inv
+        for P, Q in zip(self.lefts, self.rights, strict=True):
+            U = U + P @ U @ Q
+        return U
+
+    def to_dense(self) -> Tensor:
+        """The (in·out, in·out) matrix."""
+        dense = torch.kron(self.A_inv, self.B_inv)
+        for P, Q in zip(self.lefts, self.rights, strict=True):
+            dense = dense + torch.kron(Q.mT.contiguous(), P) @ dense
+        return dense
+
+
+_MAX_SQUARINGS = 40
+
+
+def smith(
+    L1: Tensor, L2: Tensor, R1: Tensor, R2: Tensor, sign: float = -1.0
+) -> SmithDifferenceInverse:
+    """Prepare the same inverse as `decompose` without any eigendecomposition.
+
+    Squares until ‖P‖‖Q‖ is below the square root of the dtype's ε, so that the next power, its
+    square, is below ε. A difference that is singular to rounding never gets there: the number of
+    squarings is bounded, as the paper's iteration would be.
+    """
+    A_inv, B_inv = inverse_from_cholesky(L1), inverse_from_cholesky(L2)
+    P = -sign * (B_inv @ R2) @ R2.mT
+    Q = (R1 @ R1.mT) @ A_inv
+    tolerance = torch.finfo(P.dtype).eps ** 0.5
+    lefts, rights = [P], [Q]
+    for _ in range(_MAX_SQUARINGS):
+        P, Q = P @ P, Q @ Q
+        lefts.append(P)
+        rights.append(Q)
+        if float(P.norm() * Q.norm()) < tolerance:
+            break
+    return SmithDifferenceInverse(A_inv, B_inv, tuple(lefts), tuple(rights))

@@ -1,0 +1,86 @@
+"""Cholesky factors, inverses and eigendecompositions of symmetric positive (semi-)definite matrices.
+
+Each function checks its result and tries again in float64 before it gives up. This is not caution
+for its own sake: on the rank-deficient factors of a first mini-batch float32 `eigh` raises on some
+machines and returns NaN without a word on others, and a general inverse of a singular matrix is
+finite garbage. Cholesky's `info` catches NaN, infinity, singular and indefinite input alike, so
+everything that can goes through it.
+"""
+
+import torch
+from torch import Tensor
+
+from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
+
+# Multiples of the mean eigenvalue that are added to the diagonal, in float64, when Cholesky fails.
+# The largest is what float32 statistics are uncertain by: beyond it the matrix is not a rounding
+# error away from positive definite but wrong.
+_JITTERS = (0.0, 1e-12, 1e-9, 1e-7)
+
+
+def symmetrize(A: Tensor) -> Tensor:
+    """(A + Aᵀ) / 2."""
+    return (A + A.mT) / 2
+
+
+def cholesky(A: Tensor, name: str = "matrix") -> Tensor:
+    """Lower-triangular L with L Lᵀ = A, from the lower triangle of A.
+
+    Tried in A's dtype, then in float64, then in float64 with a growing multiple of the mean
+    eigenvalue on the diagonal.
+
+    Raises:
+        NonFiniteError: A holds NaN or infinity.
+        NotPositiveDefiniteError: every try failed.
+    """
+    L: Tensor
+    L, info = torch.linalg.cholesky_ex(A)
+    if int(info) == 0 and bool(L.diagonal().isfinite().all()):
+        return L
+    if not bool(A.isfinite().all()):
+        raise NonFiniteError(f"{name} ({A.shape[0]} × {A.shape[1]}) holds NaN or infinity.")
+    wide = A.double()
+    scale = wide.diagonal().mean().abs()
+    for jitter in _JITTERS:
+        L, info = torch.linalg.cholesky_ex(
+            wide + jitter * scale * torch.eye(len(A), dtype=wide.dtype, device=A.device)
+        )
+        if int(info) == 0:
+            return L.to(A.dtype)
+    smallest = float(torch.linalg.eigvalsh(wide)[0])
+    raise NotPositiveDefiniteError(
+        f"{name} ({A.shape[0]} × {A.shape[1]}) is not positive definite: its smallest eigenvalue is "
+        f"{smallest:.3g}, its mean one {float(scale):.3g}. A larger damping makes it so."
+    )
+
+
+def inverse_from_cholesky(L: Tensor) -> Tensor:
+    """A⁻¹ from A = L Lᵀ, symmetric to the last bit."""
+    # LAPACK fills one triangle and torch mirrors it: no rounding between the two.
+    return torch.cholesky_inverse(L)
+
+
+def inverse(A: Tensor, name: str = "matrix") -> Tensor:
+    """A⁻¹ for a symmetric positive definite A, through its Cholesky factor."""
+    return inverse_from_cholesky(cholesky(A, name))
+
+
+def eigh(A: Tensor, name: str = "matrix") -> tuple[Tensor, Tensor]:
+    """Eigenvalues (ascending, negative ones set to 0) and eigenvectors of a positive semi-definite A.
+
+    Accepted when finite; otherwise computed again in float64.
+
+    Raises:
+        NonFiniteError: A holds NaN or infinity, or float64 failed too.
+    """
+    for attempt in (A, A.double()):
+        try:
+            values, vectors = torch.linalg.eigh(attempt)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            continue
+        # NaN in any vector shows in its column's sum; a silent failure fills whole columns.
+        if bool((values + vectors.sum(dim=0)).isfinite().all()):
+            return values.clamp(min=0).to(A.dtype), vectors.to(A.dtype)
+    raise NonFiniteError(
+        f"{name} ({A.shape[0]} × {A.shape[1]}) has no finite eigendecomposition, in float64 either."
+    )

@@ -1,0 +1,91 @@
+"""The rows that the closure went through, so that K-FAC can go through them again.
+
+One `Call` is one micro-batch: what the model was called with, and the targets. No activations and no
+graph are kept.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the model, with the targets of the loss call that followed it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: int
+    outputs: torch.Size
+    """Shape of what the model returned, rows first."""
+    targets: Tensor | None = None
+    """Shaped for the likelihood: (rows, outputs), or (rows,) for class indices."""
+
+    def first(self, rows: int) -> "Call":
+        """The first rows of it: views, no copies."""
+        if rows >= self.rows:
+            return self
+
+        def head(leaf: Any) -> Any:
+            batched = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == self.rows
+            return leaf[:rows] if batched else leaf
+
+        return replace(
+            self,
+            args=pytree.tree_map(head, self.args),
+            kwargs=pytree.tree_map(head, self.kwargs),
+            rows=rows,
+            outputs=torch.Size((rows, *self.outputs[1:])),
+            targets=None if self.targets is None else self.targets[:rows],
+        )
+
+    def run(self, model: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The model's outputs (rows, outputs) on these inputs, with other parameters if given."""
+        if parameters is None:
+            outputs = model(*self.args, **self.kwargs)
+        else:
+            outputs = torch.func.functional_call(model, dict(parameters), self.args, self.kwargs)
+        return as_matrix(outputs)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The mini-batch S′, as the closure went through it: one call a micro-batch."""
+
+    calls: tuple[Call, ...]
+    seen_loss: Tensor | None = None
+    """The objective over these rows by the loss module's own account; None unless the outputs of every
+    call went into it as they were, which is what it takes to compute h(θ + δ) without the closure."""
+
+    @property
+    def cases(self) -> int:
+        """m, the rows of all calls."""
+        return sum(call.rows for call in self.calls)
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of a case."""
+        return math.prod(self.calls[0].outputs[1:])
+
+    def first(self, fraction: float) -> "Batch":
+        """The first ⌈fraction · m⌉ cases, in the chunks in which they came.
+
+        The mini-batch is a random one, so its first rows are a random subset of it.
+        """
+        left = math.ceil(fraction * self.cases)
+        calls = []
+        for call in self.calls:
+            if left > 0:
+                calls.append(call.first(left))
+                left -= call.rows
+        return Batch(tuple(calls))
+
+
+def as_matrix(outputs: Tensor) -> Tensor:
+    """(rows, outputs), whatever came after the rows."""
+    return outputs.reshape(len(outputs), -1)

@@ -1,0 +1,299 @@
+"""KFAC, the optimizer: evaluate, compute, commit.
+
+`update.py` computes a step and touches nothing; here it is committed, all or nothing.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from kronfac import state as saving
+from kronfac.closure import MiniBatchClosure
+from kronfac.errors import ClosureError, StateError
+from kronfac.inverses import ApproximateInverse, BlockDiagonalInverse, BlockTridiagonalInverse
+from kronfac.layers import Matrices, find_layers
+from kronfac.likelihoods import objective_of
+from kronfac.report import Event, StepReport, Stopwatch
+from kronfac.state import State
+from kronfac.statistics import (
+    EmpiricalFisher,
+    ExactFisher,
+    Fisher,
+    Recorder,
+    SampledFisher,
+    chain_order,
+)
+from kronfac.step_size import (
+    DampingRule,
+    GammaRule,
+    GammaSearch,
+    LevenbergMarquardt,
+    QuadraticModel,
+    StepRule,
+)
+from kronfac.update import Point, RefusedError, Settings, Transition, Update
+
+_INVERSES: dict[str, type[ApproximateInverse]] = {
+    "block_diagonal": BlockDiagonalInverse,
+    "block_tridiagonal": BlockTridiagonalInverse,
+}
+_FISHERS: dict[str, type[Fisher]] = {
+    "sampled": SampledFisher,
+    "empirical": EmpiricalFisher,
+    "exact": ExactFisher,
+}
+
+
+class KFAC(torch.optim.Optimizer):
+    """The paper's whole algorithm: no learning rate, no momentum to choose.
+
+    With g = ∇h(θ) on the mini-batch and F⁰ the Kronecker-factored Fisher, damped by γ:
+
+        Δ = −F⁰⁻¹ g,   (α, μ) = argmin M(αΔ + μδ₀),   θ ← θ + αΔ + μδ₀
+
+    where M is the quadratic model with the exact Fisher, damped by λ, and δ₀ the previous update.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> loss_fn = nn.MSELoss()
+        >>> optimizer = KFAC(model, loss_fn)
+        >>> x = torch.randn(64, 2)
+        >>> y = x.prod(dim=1, keepdim=True)
+        >>> for _ in range(20):
+        ...     loss = optimizer.step(optimizer.closure(x, y))
+
+    Args:
+        model: called by the closure; its nn.Linear layers are trained.
+        loss: the module that the closure calls: `MSELoss`, `BCEWithLogitsLoss`, `CrossEntropyLoss`,
+            `kronfac.Gaussian`, `kronfac.Bernoulli` or `kronfac.Categorical`.
+        inverse: `"block_diagonal"`, `"block_tridiagonal"`, or an `ApproximateInverse`, class or
+            instance.
+        weight_decay: η in h(θ) + η/2 ‖θ‖², biases included. The closure leaves it out.
+        fisher: `"sampled"`, `"empirical"`, `"exact"`, or an instance of `SampledFisher` and so on,
+            for the seed, the number of samples and the moving average's decay.
+        damping: λ: `LevenbergMarquardt(lambda_, interval, decay)` or `FixedDamping(lambda_)`.
+        gamma: γ: `GammaSearch(…)`, `FixedGamma(gamma)` or `TiedGamma()`.
+        step_size: (α, μ): `QuadraticModel(momentum)` or `RawStep(alpha)`.
+        statistics_fraction: τ₁, the share of the mini-batch that the statistics are taken on.
+        fisher_fraction: τ₂, the share that the exact-Fisher products are taken on.
+        inverse_interval: T₃, iterations from one refresh of the inverse to the next.
+
+    Reference: Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate
+    Curvature, 2015. Where this differs from it: `docs/deviations.md`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        *,
+        inverse: str | ApproximateInverse | type[ApproximateInverse] = "block_diagonal",
+        weight_decay: float = 0.0,
+        fisher: str | Fisher | type[Fisher] = "sampled",
+        damping: DampingRule | None = None,
+        gamma: GammaRule | None = None,
+        step_size: StepRule | None = None,
+        statistics_fraction: float = 1.0,
+        fisher_fraction: float = 1.0,
+        inverse_interval: int = 20,
+    ) -> None:
+        if not 0 <= weight_decay < math.inf:
+            raise ValueError(f"weight_decay is finite and not negative; got {weight_decay}.")
+        self.settings = Settings(
+            inverse=_choose("inverse", inverse, _INVERSES, ApproximateInverse),  # type: ignore[type-abstract]
+            fisher=_choose("fisher", fisher, _FISHERS, Fisher),  # type: ignore[type-abstract]
+            damping=LevenbergMarquardt() if damping is None else damping,
+            gamma=GammaSearch() if gamma is None else gamma,
+            step_size=QuadraticModel() if step_size is None else step_size,
+            statistics_fraction=statistics_fraction,
+            fisher_fraction=fisher_fraction,
+            inverse_interval=inverse_interval,
+        )
+        self.model = model
+        self.objective = objective_of(loss)
+        self.layers = find_layers(model)
+        self._chain_known = not self.settings.inverse.needs_neighbours
+        parameters = [p for layer in self.layers for p in layer.parameters()]
+        super().__init__(parameters, {"weight_decay": weight_decay})
+        self._recorder = Recorder(model, self.objective)
+        lambda_ = self.settings.damping.lambda_
+        self._state = State(
+            iteration=0,
+            lambda_=lambda_,
+            gamma=self.settings.gamma.initial(lambda_, weight_decay),
+            generator=saving.seeded(self.settings.fisher.seed, parameters[0].device),
+        )
+        self.report: StepReport | None = None
+        """What the last step did; None before the first."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; the closure computes loss and gradients on the mini-batch, as for L-BFGS.
+
+        Returns what the closure returned. From a loss or a gradient that is not finite no step is
+        taken: parameters and state stay as they were, and `report.refused` says so.
+        """
+        if closure is None:
+            raise ClosureError(
+                "KFAC.step needs a closure that computes the loss and its gradients, as L-BFGS does; "
+                "KFAC.closure(x, y) makes one."
+            )
+        watch = Stopwatch()
+        with watch("gradient"):
+            returned, point = self._evaluate(closure)
+        update = Update(self._own_model, self.layers, self.objective, self.settings)
+        try:
+            transition = update(point, self._state, watch)
+        except RefusedError as refusal:
+            self.report = StepReport(
+                iteration=self._state.iteration + 1,
+                loss=float(point.loss),
+                lambda_=self._state.lambda_,
+                gamma=self._state.gamma,
+                cases=point.batch.cases,
+                seconds=watch.seconds,
+                events=(Event("refused", str(refusal)),),
+            )
+            return returned
+        with watch("commit"):
+            self._commit(transition)
+        return returned
+
+    def closure(
+        self, x: Tensor | tuple[Tensor, ...], y: Tensor, *, chunk: int | None = None
+    ) -> MiniBatchClosure:
+        """The closure for one mini-batch, gone through in micro-batches of `chunk` rows.
+
+        Beyond rounding the step does not depend on `chunk`; memory does.
+        """
+        return MiniBatchClosure(
+            self.model,
+            self.objective,
+            self.layers,
+            self.zero_grad,
+            x,
+            y,
+            chunk,
+            keep_rows=self.settings.inverse.low_rank,
+        )
+
+    def _evaluate(self, closure: Callable[[], Any]) -> tuple[Any, Point]:
+        """Loss, gradient and rows of the mini-batch S′."""
+        with self._recorder.recording(), torch.enable_grad():
+            returned = closure()
+        batch = self._recorder.take()
+        if not self._chain_known:
+            self.layers = chain_order(self._own_model, self.layers, batch.calls[0])
+            self._chain_known = True
+        rows = closure.rows if isinstance(closure, MiniBatchClosure) else None
+        if self.settings.inverse.low_rank and rows is None:
+            raise ClosureError(
+                f"{self.settings.inverse!r} takes the gradient apart, so the pass has to be KFAC's "
+                "own: use optimizer.step(optimizer.closure(x, y))."
+            )
+        theta = tuple(layer.join(layer.parameters()) for layer in self.layers)
+        weight_decay = float(self.param_groups[0]["weight_decay"])
+        point = Point(
+            loss=torch.as_tensor(returned, device=theta[0].device).detach().reshape(()),
+            theta=theta,
+            gradient=tuple(
+                torch.add(V, W, alpha=weight_decay)
+                for V, W in zip(self._gradients(), theta, strict=True)
+            ),
+            weight_decay=weight_decay,
+            batch=batch,
+            reevaluate=lambda delta: self._loss_at(closure, delta),
+            rows=rows,
+        )
+        return returned, point
+
+    def _gradients(self) -> Matrices:
+        gradients = []
+        for layer in self.layers:
+            grads = [p.grad for p in layer.parameters() if p.grad is not None]
+            if len(grads) < len(layer.parameters()):
+                raise ClosureError(
+                    f"The closure left no gradient in layer {layer.name!r}: it has to call "
+                    "backward() on a loss that depends on every trained layer."
+                )
+            gradients.append(layer.join(grads))
+        return tuple(gradients)
+
+    def _loss_at(self, closure: Callable[[], Any], delta: Matrices) -> Tensor:
+        """What the closure returns at θ + δ; θ and its gradients are put back as they were."""
+        parameters = [p for layer in self.layers for p in layer.parameters()]
+        kept = [(p.clone(), p.grad) for p in parameters]
+        try:
+            for p in parameters:
+                p.grad = None
+            self._move(delta)
+            with torch.enable_grad():
+                returned = closure()
+            return torch.as_tensor(returned, device=delta[0].device).detach().reshape(())
+        finally:
+            for p, (value, grad) in zip(parameters, kept, strict=True):
+                p.copy_(value)
+                p.grad = grad
+
+    def _commit(self, transition: Transition) -> None:
+        self._move(transition.delta)
+        self._state, self.report = transition.state, transition.report
+
+    def _move(self, delta: Matrices) -> None:
+        """θ ← θ + δ."""
+        for layer, V in zip(self.layers, delta, strict=True):
+            for parameter, part in zip(layer.parameters(), layer.split(V), strict=True):
+                parameter.add_(part)
+
+    @property
+    def _own_model(self) -> nn.Module:
+        """The model for K-FAC's own passes: what `torch.compile` wrapped, where hooks still fire."""
+        inner = getattr(self.model, "_orig_mod", self.model)
+        assert isinstance(inner, nn.Module)
+        return inner
+
+    # --------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, for `torch.save`."""
+        return {
+            "kfac": saving.save(self._state, self.layers, self.settings.inverse),
+            "weight_decay": self.param_groups[0]["weight_decay"],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved state, bit for bit; a state that does not fit changes nothing."""
+        if not isinstance(state_dict, dict) or "kfac" not in state_dict:
+            raise StateError("This is not the state_dict of a KFAC: it has no entry 'kfac'.")
+        state, layers = saving.load(state_dict["kfac"], self.layers, self.settings.inverse)
+        self._state, self.layers = state, layers
+        self._chain_known = self._chain_known or state.iteration > 0
+        self.param_groups[0]["weight_decay"] = state_dict["weight_decay"]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """KFAC has one group, all trained layers of its model; a second one is refused."""
+        if self.param_groups:
+            raise ValueError(
+                "KFAC trains the layers of the model that it was given; make a new one after "
+                "changing the model."
+            )
+        super().add_param_group(param_group)
+
+
+T = TypeVar("T")
+
+
+def _choose(what: str, choice: Any, names: dict[str, type[T]], kind: type[T]) -> T:
+    """An instance from a name, a class or an instance."""
+    if isinstance(choice, str) and choice in names:
+        choice = names[choice]
+    if isinstance(choice, type) and issubclass(choice, kind):
+        choice = choice()
+    if not isinstance(choice, kind):
+        raise ValueError(
+            f"KFAC's {what} is one of {sorted(names)}, or a {kind.__name__}; got {choice!r}."
+        )
+    return choice

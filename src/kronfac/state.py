@@ -1,0 +1,110 @@
+"""Everything that K-FAC carries from one step to the next, and how it is saved.
+
+`torch.optim.Optimizer.load_state_dict` casts what it finds to the parameters' dtype, the bytes of a
+generator included; so this state has its own way into and out of plain dictionaries.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kronfac.errors import StateError
+from kronfac.factors import KroneckerFactors
+from kronfac.inverses import ApproximateInverse, DampedInverse
+from kronfac.inverses.base import pack
+from kronfac.layers import Layer, Matrices
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class State:
+    """The optimizer between two steps: a value, replaced as a whole when a step is committed."""
+
+    iteration: int
+    """Steps taken."""
+    lambda_: float
+    gamma: float
+    generator: Tensor
+    """State of the generator that targets are drawn with, bytes."""
+    factors: KroneckerFactors | None = None
+    inverse: DampedInverse | None = None
+    """As of the last refresh."""
+    previous_delta: Matrices | None = None
+    """δ₀."""
+    decayed: Matrices | None = None
+    """η F̆⁻¹θ as of the last refresh, for the low-rank route [MG15 §8]."""
+
+
+def save(state: State, layers: Sequence[Layer], inverse: ApproximateInverse) -> dict[str, Any]:
+    """A dictionary that `torch.load(weights_only=True)` reads back."""
+    return {
+        "version": VERSION,
+        "layers": [layer.name for layer in layers],
+        "inverse_settings": repr(inverse),
+        **{f.name: pack(getattr(state, f.name)) for f in fields(state)},
+    }
+
+
+def load(
+    saved: dict[str, Any], layers: Sequence[Layer], inverse: ApproximateInverse
+) -> tuple[State, list[Layer]]:
+    """The state, and the layers in the order that it was saved with.
+
+    Raises:
+        StateError: it is of another version, model or kind of inverse.
+    """
+    if saved.get("version") != VERSION:
+        raise StateError(
+            f"This kronfac reads states of version {VERSION}; got {saved.get('version')!r}."
+        )
+    by_name = {layer.name: layer for layer in layers}
+    if sorted(by_name) != sorted(saved["layers"]):
+        raise StateError(
+            f"The state is of a model with layers {saved['layers']}; this one has {sorted(by_name)}."
+        )
+    ordered = [by_name[name] for name in saved["layers"]]
+    if saved["inverse_settings"] != repr(inverse):
+        raise StateError(
+            f"The state was saved with {saved['inverse_settings']}; this KFAC has {inverse!r}."
+        )
+    device = ordered[0].parameters()[0].device
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().clone().to(device)
+        if isinstance(value, dict):
+            return {key: placed(item) for key, item in value.items()}
+        return tuple(placed(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+    factors = saved["factors"] and KroneckerFactors(**placed(saved["factors"]))
+    if factors is not None:
+        _check_shapes(factors, ordered)
+    state = State(
+        iteration=int(saved["iteration"]),
+        lambda_=float(saved["lambda_"]),
+        gamma=float(saved["gamma"]),
+        generator=saved["generator"].clone().cpu(),
+        factors=factors,
+        inverse=saved["inverse"] and inverse.load(placed(saved["inverse"])),
+        previous_delta=placed(saved["previous_delta"]),
+        decayed=placed(saved["decayed"]),
+    )
+    return state, ordered
+
+
+def _check_shapes(factors: KroneckerFactors, layers: Sequence[Layer]) -> None:
+    for layer, A, G in zip(layers, factors.A, factors.G, strict=True):
+        if (len(G), len(A)) != layer.shape:
+            raise StateError(
+                f"The state's factors of layer {layer.name!r} are for a matrix of shape "
+                f"{(len(G), len(A))}; the layer has {layer.shape}."
+            )
+
+
+def seeded(seed: int, device: torch.device) -> Tensor:
+    """The state of a new generator with this seed."""
+    return torch.Generator(device=device).manual_seed(seed).get_state()

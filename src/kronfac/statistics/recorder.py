@@ -1,0 +1,128 @@
+"""What the closure called the model and the loss with.
+
+The closure does its own forward and backward passes; K-FAC's passes (statistics, Fisher products, ρ)
+run over the same rows later. So hooks on the model and on the loss module remember the inputs and the
+targets of each call, and nothing else. They are there only while the closure runs, which keeps copies
+of the model free of them.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.errors import ClosureError, TargetError, UnsupportedModelError
+from kronfac.likelihoods import Objective
+from kronfac.minibatch import Batch, Call
+
+
+class Recorder:
+    """Remembers the calls of `model` and of the objective's loss module while it is entered."""
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        self.model = model
+        self.objective = objective
+        self._calls: list[Call] = []
+        self._last_output: int | None = None
+        self._loss_seen = True
+        self._losses: list[Tensor] = []
+        self._ignored: list[Tensor] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Remember calls inside this context, afresh."""
+        self._calls, self._last_output, self._loss_seen = [], None, True
+        self._losses, self._ignored = [], []
+        handles = [
+            self.model.register_forward_hook(self._on_model, with_kwargs=True),
+            self.objective.module.register_forward_hook(self._on_loss, with_kwargs=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def take(self) -> Batch:
+        """The mini-batch that was recorded, which is then forgotten here.
+
+        Raises:
+            ClosureError: the model was not called.
+            TargetError: a target is the loss's `ignore_index`.
+        """
+        if not self._calls:
+            raise ClosureError(
+                f"The closure never called the model ({type(self.model).__name__}) with gradients "
+                "enabled, so there is nothing to take a step from. Call the model that KFAC was "
+                "given, in the closure."
+            )
+        for ignored in self._ignored:
+            if bool(ignored):
+                raise TargetError(
+                    f"KFAC does not support targets equal to ignore_index "
+                    f"({self.objective.ignore_index}); leave those cases out of the mini-batch."
+                )
+        calls = tuple(self._calls)
+        self._calls = []  # a step must not keep its mini-batch alive
+        if not self._loss_seen or any(call.targets is None for call in calls):
+            return Batch(calls)
+        if self.objective.reduction == "sum":
+            return Batch(calls, torch.stack(self._losses).sum())
+        # Micro-batches of different sizes: each mean counts by its rows.
+        rows = torch.tensor([call.rows for call in calls], device=self._losses[0].device)
+        return Batch(calls, (torch.stack(self._losses) * rows).sum() / rows.sum())
+
+    def _on_model(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+    ) -> None:
+        if not isinstance(outputs, Tensor) or outputs.dim() == 0:
+            raise UnsupportedModelError(
+                f"KFAC needs a model that returns one tensor with the cases as its first dimension; "
+                f"{type(module).__name__} returned {_describe(outputs)}."
+            )
+        if not outputs.requires_grad:  # an evaluation on the side
+            return
+        self._calls.append(Call(args, kwargs, len(outputs), outputs.shape))
+        self._last_output = outputs.data_ptr()
+
+    def _on_loss(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Tensor
+    ) -> None:
+        names = (
+            ("outputs", "targets") if module is self.objective.likelihood else ("input", "target")
+        )
+        given = dict(zip(names, args, strict=False)) | kwargs
+        outputs, targets = given[names[0]], given[names[1]]
+        if not outputs.requires_grad:
+            return
+        call = self._calls[-1] if self._calls else None
+        if (
+            call is None
+            or call.targets is not None
+            or outputs.data_ptr() != self._last_output
+            or outputs.numel() != math.prod(call.outputs)
+        ):
+            # The loss saw something else than what the model returned: a scaled or sliced output.
+            self._loss_seen = False
+            return
+        # torch broadcasts with a warning at most; the likelihood refuses.
+        self.objective.likelihood.check(outputs, targets)
+        if self.objective.ignore_index is not None and not targets.is_floating_point():
+            self._ignored.append((targets == self.objective.ignore_index).any())
+        targets = targets.detach()
+        if targets.shape == outputs.shape:
+            targets = targets.reshape(call.rows, -1)
+        self._calls[-1] = replace(call, targets=targets)
+        self._losses.append(loss.detach())
+
+
+def _describe(value: Any) -> str:
+    return (
+        f"a tensor of shape {tuple(value.shape)}"
+        if isinstance(value, Tensor)
+        else (f"a {type(value).__name__}")
+    )

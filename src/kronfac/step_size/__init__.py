@@ -1,0 +1,21 @@
+"""How far to go: (α, μ) by the exact-Fisher quadratic model, λ and γ [MG15 §6.4–§7]."""
+
+from kronfac.step_size.fisher_products import fisher_gram
+from kronfac.step_size.gamma_search import FixedGamma, GammaRule, GammaSearch, TiedGamma
+from kronfac.step_size.levenberg_marquardt import DampingRule, FixedDamping, LevenbergMarquardt
+from kronfac.step_size.quadratic_model import QuadraticModel, RawStep, Step, StepRule
+
+__all__ = [
+    "DampingRule",
+    "FixedDamping",
+    "FixedGamma",
+    "GammaRule",
+    "GammaSearch",
+    "LevenbergMarquardt",
+    "QuadraticModel",
+    "RawStep",
+    "Step",
+    "StepRule",
+    "TiedGamma",
+    "fisher_gram",
+]

@@ -1,0 +1,85 @@
+"""The step as the minimiser of the exact-Fisher quadratic model over a few directions [MG15 §6.4, §7].
+
+    M(δ) − M(0) = ½ δᵀ(F + (λ + η)I)δ + ∇hᵀδ,   δ = Σ_j c_j v_j
+
+For directions v_j that is ½ cᵀQc + rᵀc with Q_ij = v_iᵀ(F + (λ + η)I)v_j and r_j = ∇hᵀv_j: the
+directions are Δ alone (c = α), or Δ and the previous update δ₀ (c = α, μ). All of it is a handful of
+numbers in float64, whatever the dtype of the tensors that they came from.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """Coefficients of the directions and what the model says of the step."""
+
+    coefficients: tuple[float, ...]
+    predicted_change: float
+    """M(δ) − M(0)."""
+
+
+class StepRule(Protocol):
+    """How the coefficients of the directions are chosen."""
+
+    @property
+    def momentum(self) -> bool:
+        """Whether the previous update is one of the directions."""
+        ...
+
+    def solve(self, Q: Tensor, r: Tensor, precision: float) -> Step:
+        """The step, from Q (k, k) and r (k,) in float64.
+
+        `precision` is the ε of the dtype that the entries were computed in.
+        """
+        ...
+
+
+def model_change(Q: Tensor, r: Tensor, coefficients: Sequence[float]) -> float:
+    """½ cᵀQc + rᵀc."""
+    c = torch.tensor(coefficients, dtype=torch.float64)
+    return float(c @ Q @ c / 2 + r @ c)
+
+
+@dataclass(frozen=True)
+class QuadraticModel:
+    """(α, μ) = argmin M: δ = αΔ + μδ₀, or δ = αΔ with `momentum=False`.
+
+    Directions that are linearly dependent to rounding (δ₀ ≈ Δ, δ₀ = 0) make Q singular; its
+    pseudo-inverse, taken after scaling every direction to unit curvature, then gives the smallest of
+    the minimisers.
+    """
+
+    momentum: bool = True
+
+    def solve(self, Q: Tensor, r: Tensor, precision: float) -> Step:
+        scale = Q.diagonal().clamp(min=0).sqrt()
+        # A direction without curvature is a zero vector (or one that neither F, λ nor η sees): it
+        # takes no part.
+        unit = torch.where(scale > 0, 1 / scale, torch.zeros_like(scale))
+        values, vectors = torch.linalg.eigh(unit[:, None] * Q * unit)
+        # The entries carry a relative error of several ε; an eigenvalue below that is noise.
+        cutoff = 32 * precision * len(Q)
+        inverted = torch.where(values > cutoff, 1 / values, torch.zeros_like(values))
+        c = -unit * (vectors @ (inverted * (vectors.mT @ (unit * r))))
+        coefficients = tuple(float(x) for x in c)
+        return Step(coefficients, model_change(Q, r, coefficients))
+
+
+@dataclass(frozen=True)
+class RawStep:
+    """δ = αΔ with a fixed α: no re-scaling, no momentum, as methods before K-FAC did.
+
+    M(δ) is computed all the same, for ρ and for the choice of γ.
+    """
+
+    alpha: float = 1.0
+    momentum: ClassVar[bool] = False
+
+    def solve(self, Q: Tensor, r: Tensor, precision: float) -> Step:
+        return Step((self.alpha,), model_change(Q, r, (self.alpha,)))

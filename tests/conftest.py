@@ -1,0 +1,112 @@
+"""Builders that tests share; import them with `from tests.conftest import …`."""
+
+from collections.abc import Callable, Sequence
+
+import hypothesis
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kronfac.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from kronfac.minibatch import Batch, Call
+
+hypothesis.settings.register_profile(
+    "kronfac", deadline=None, derandomize=True, database=None, max_examples=60
+)
+hypothesis.settings.load_profile("kronfac")
+
+ALGEBRA = {"rtol": 1e-10, "atol": 1e-12}
+"""Tolerance for linear algebra in float64."""
+AUTODIFF = {"rtol": 1e-8, "atol": 1e-10}
+"""Tolerance where derivatives are taken in two ways."""
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
+    "relu": nn.ReLU,
+    "identity": nn.Identity,
+}
+LIKELIHOODS: dict[str, Callable[[], Likelihood]] = {
+    "gaussian": lambda: Gaussian(variance=1.0),
+    "bernoulli": Bernoulli,
+    "categorical": Categorical,
+}
+
+
+@pytest.fixture(autouse=True)
+def _reproducible():
+    torch.manual_seed(0)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    """A new CPU generator."""
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Standard normal numbers that depend on the seed and the shape alone."""
+    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64).to(dtype)
+
+
+def spd(size: int, seed: int = 0, floor: float = 0.1) -> Tensor:
+    """A positive definite matrix, eigenvalues from `floor` to about 4 + `floor`."""
+    X = normal(size, 2 * size, seed=seed)
+    return X @ X.mT / (2 * size) + floor * torch.eye(size, dtype=torch.float64)
+
+
+def psd(size: int, rank: int, seed: int = 0) -> Tensor:
+    """A positive semi-definite matrix of this rank."""
+    X = normal(size, rank, seed=seed)
+    return X @ X.mT / max(rank, 1)
+
+
+def mlp(
+    widths: Sequence[int],
+    activation: str | Callable[[], nn.Module] = "tanh",
+    bias: bool = True,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    gain: float = 1.0,
+) -> nn.Sequential:
+    """Linear layers with an activation between them, weights N(0, gain²/in), biases N(0, ¼)."""
+    make = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+    generator = seeded(seed)
+    modules: list[nn.Module] = []
+    for i, (d_in, d_out) in enumerate(zip(widths, widths[1:], strict=False)):
+        layer = nn.Linear(d_in, d_out, bias=bias, dtype=torch.float64)
+        with torch.no_grad():
+            layer.weight.normal_(0, gain / d_in**0.5, generator=generator)
+            if bias:
+                layer.bias.normal_(0, 0.5, generator=generator)
+        modules += [layer] if i == 0 else [make(), layer]
+    return nn.Sequential(*modules).to(dtype)
+
+
+def random_targets(outputs: Tensor, likelihood: str, seed: int = 1) -> Tensor:
+    """Targets that fit the outputs, drawn without regard to them."""
+    generator = seeded(seed)
+    if likelihood == "categorical":
+        return torch.randint(outputs.shape[1], (len(outputs),), generator=generator)
+    if likelihood == "bernoulli":
+        return torch.rand(outputs.shape, generator=generator, dtype=torch.float64).to(outputs.dtype)
+    return torch.randn(outputs.shape, generator=generator, dtype=torch.float64).to(outputs.dtype)
+
+
+def batch(
+    x: Tensor, outputs: int, targets: Tensor | None = None, chunk: int | None = None
+) -> Batch:
+    """The mini-batch that a closure would have recorded, in calls of `chunk` rows."""
+    calls = []
+    for start in range(0, len(x), chunk or len(x)):
+        part = slice(start, start + (chunk or len(x)))
+        rows = len(x[part])
+        calls.append(
+            Call(
+                args=(x[part],),
+                kwargs={},
+                rows=rows,
+                outputs=torch.Size((rows, outputs)),
+                targets=None if targets is None else targets[part],
+            )
+        )
+    return Batch(tuple(calls))
