@@ -1,6 +1,7 @@
 """Builders that tests share; import them with `from tests.conftest import …`."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import hypothesis
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from kronfac.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from kronfac.minibatch import Batch, Call
 
+torch.set_num_threads(1)
 hypothesis.settings.register_profile(
     "kronfac", deadline=None, derandomize=True, database=None, max_examples=60
 )
@@ -72,7 +74,7 @@ def mlp(
     make = ACTIVATIONS[activation] if isinstance(activation, str) else activation
     generator = seeded(seed)
     modules: list[nn.Module] = []
-    for i, (d_in, d_out) in enumerate(zip(widths, widths[1:], strict=False)):
+    for i, (d_in, d_out) in enumerate(pairwise(widths)):
         layer = nn.Linear(d_in, d_out, bias=bias, dtype=torch.float64)
         with torch.no_grad():
             layer.weight.normal_(0, gain / d_in**0.5, generator=generator)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from kronfac.errors import TargetError
 from kronfac.layers import Layer
@@ -86,16 +87,16 @@ class MiniBatchClosure:
         return total
 
 
-def _remember_grads(tensors: Sequence[Tensor]) -> list[Any]:
-    """A list that the gradients of `tensors` will be in after the backward pass."""
-    grads: list[Any] = [None] * len(tensors)
+def _remember_grads(edges: Sequence[GradientEdge]) -> list[Any]:
+    """A list that the gradients at `edges` will be in after the backward pass."""
+    grads: list[Any] = [None] * len(edges)
 
-    def keeper(index: int) -> Callable[[Tensor], None]:
-        def hook(grad: Tensor) -> None:
-            grads[index] = grad
+    def keeper(index: int) -> Callable[[Sequence[Tensor]], None]:
+        def hook(grad_outputs: Sequence[Tensor]) -> None:
+            grads[index] = grad_outputs[edges[index].output_nr]
 
         return hook
 
-    for i, tensor in enumerate(tensors):
-        tensor.register_hook(keeper(i))
+    for i, edge in enumerate(edges):
+        edge.node.register_prehook(keeper(i))
     return grads

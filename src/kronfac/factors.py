@@ -10,8 +10,9 @@ Names and layouts, 0-based, layer i being the i-th in the chain:
 The last two are kept for the block-tridiagonal inverse only; otherwise they are empty.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,48 +20,53 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KroneckerFactors:
-    """Second moments of inputs and output gradients, a value: operations return new ones."""
+    """Second moments of inputs and output gradients: a value."""
 
     A: tuple[Tensor, ...]
     G: tuple[Tensor, ...]
     A_next: tuple[Tensor, ...] = ()
     G_next: tuple[Tensor, ...] = ()
 
-    def averaged_with(self, new: "KroneckerFactors", decay: float) -> "KroneckerFactors":
-        """decay · self + (1 − decay) · new [MG15 §5]."""
-        if decay == 0:
-            return new
-        return self._zip(new, lambda old, estimate: torch.lerp(old, estimate, 1 - decay))
 
-    def plus(self, other: "KroneckerFactors") -> "KroneckerFactors":
-        """The sum, factor by factor, to accumulate over chunks."""
-        return self._zip(other, torch.add)
+class MovingAverage:
+    """ε · previous + (1 − ε) · (weighted sums of products), without a pass over memory of its own.
 
-    def scaled(self, A: float, G: float) -> "KroneckerFactors":
-        """Input moments times A, gradient moments times G."""
-        return KroneckerFactors(
-            A=tuple(M * A for M in self.A),
-            G=tuple(M * G for M in self.G),
-            A_next=tuple(M * A for M in self.A_next),
-            G_next=tuple(M * G for M in self.G_next),
-        )
+    Decay, weight and sum are folded into the matrix products that make the estimate; `previous` is
+    only read.
+    """
 
-    def tensors(self) -> list[Tensor]:
-        """All of them, for checks."""
-        return [M for f in fields(self) for M in getattr(self, f.name)]
+    def __init__(self, previous: KroneckerFactors | None, decay: float, neighbours: bool) -> None:
+        """ε = `decay`; without a previous value the estimate counts in full."""
+        self._previous = previous
+        self._decay = decay if previous is not None else 0.0
+        self._neighbours = neighbours
+        self._moments: dict[str, tuple[Tensor, ...]] = {}
 
-    def _zip(
-        self, other: "KroneckerFactors", operation: Callable[[Tensor, Tensor], Tensor]
-    ) -> "KroneckerFactors":
-        return KroneckerFactors(
-            *(
-                tuple(
-                    operation(a, b)
-                    for a, b in zip(getattr(self, f.name), getattr(other, f.name), strict=True)
-                )
-                for f in fields(self)
+    def add(self, name: str, rows: Sequence[Tensor], weight: float) -> None:
+        """Add weight · Σ x xᵀ over the rows (rows, features) of each layer to the moments `name`.
+
+        With neighbours, also weight · Σ x x'ᵀ, x' the same row of the next layer.
+        """
+        self._add(name, [(x, x) for x in rows], weight)
+        if self._neighbours:
+            self._add(f"{name}_next", list(pairwise(rows)), weight)
+
+    def _add(self, name: str, pairs: list[tuple[Tensor, Tensor]], weight: float) -> None:
+        weight *= 1 - self._decay
+        if name in self._moments:
+            for M, (x, y) in zip(self._moments[name], pairs, strict=True):
+                M.addmm_(x.mT, y, alpha=weight)
+        elif self._previous is None or self._decay == 0:
+            self._moments[name] = tuple((x.mT @ y).mul_(weight) for x, y in pairs)
+        else:
+            self._moments[name] = tuple(
+                torch.addmm(M, x.mT, y, beta=self._decay, alpha=weight)
+                for M, (x, y) in zip(getattr(self._previous, name), pairs, strict=True)
             )
-        )
+
+    def value(self) -> KroneckerFactors:
+        """The average with everything that was added."""
+        return KroneckerFactors(**self._moments)
 
 
 def ema_decay(iteration: int, ceiling: float) -> float:

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from kronfac import state as saving
 from kronfac.closure import MiniBatchClosure
 from kronfac.errors import ClosureError, StateError
 from kronfac.inverses import ApproximateInverse, BlockDiagonalInverse, BlockTridiagonalInverse
-from kronfac.layers import Matrices, find_layers
+from kronfac.layers import Layer, Matrices, find_layers
 from kronfac.likelihoods import objective_of
 from kronfac.report import Event, StepReport, Stopwatch
 from kronfac.state import State
@@ -114,7 +114,7 @@ class KFAC(torch.optim.Optimizer):
         )
         self.model = model
         self.objective = objective_of(loss)
-        self.layers = find_layers(model)
+        self.layers = find_layers(self._own_model)
         self._chain_known = not self.settings.inverse.needs_neighbours
         parameters = [p for layer in self.layers for p in layer.parameters()]
         super().__init__(parameters, {"weight_decay": weight_decay})
@@ -143,8 +143,8 @@ class KFAC(torch.optim.Optimizer):
             )
         watch = Stopwatch()
         with watch("gradient"):
-            returned, point = self._evaluate(closure)
-        update = Update(self._own_model, self.layers, self.objective, self.settings)
+            returned, layers, point = self._evaluate(closure)
+        update = Update(self._own_model, layers, self.objective, self.settings)
         try:
             transition = update(point, self._state, watch)
         except RefusedError as refusal:
@@ -159,7 +159,7 @@ class KFAC(torch.optim.Optimizer):
             )
             return returned
         with watch("commit"):
-            self._commit(transition)
+            self._commit(layers, transition)
         return returned
 
     def closure(
@@ -180,73 +180,38 @@ class KFAC(torch.optim.Optimizer):
             keep_rows=self.settings.inverse.low_rank,
         )
 
-    def _evaluate(self, closure: Callable[[], Any]) -> tuple[Any, Point]:
-        """Loss, gradient and rows of the mini-batch S′."""
+    def _evaluate(self, closure: Callable[[], Any]) -> tuple[Any, list[Layer], Point]:
+        """Loss, gradient and rows of the mini-batch S′, and the layers in their order."""
+        parameters = [p for layer in self.layers for p in layer.parameters()]
+        stale = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
         with self._recorder.recording(), torch.enable_grad():
             returned = closure()
         batch = self._recorder.take()
+        layers = self.layers
         if not self._chain_known:
-            self.layers = chain_order(self._own_model, self.layers, batch.calls[0])
-            self._chain_known = True
+            layers = chain_order(self._own_model, layers, batch.calls[0])
         rows = closure.rows if isinstance(closure, MiniBatchClosure) else None
         if self.settings.inverse.low_rank and rows is None:
             raise ClosureError(
                 f"{self.settings.inverse!r} takes the gradient apart, so the pass has to be KFAC's "
                 "own: use optimizer.step(optimizer.closure(x, y))."
             )
-        theta = tuple(layer.join(layer.parameters()) for layer in self.layers)
         weight_decay = float(self.param_groups[0]["weight_decay"])
+        gradient = _gradient(layers, weight_decay, stale)
         point = Point(
-            loss=torch.as_tensor(returned, device=theta[0].device).detach().reshape(()),
-            theta=theta,
-            gradient=tuple(
-                torch.add(V, W, alpha=weight_decay)
-                for V, W in zip(self._gradients(), theta, strict=True)
-            ),
+            loss=_as_loss(returned, gradient[0].device),
+            gradient=gradient,
             weight_decay=weight_decay,
             batch=batch,
-            reevaluate=lambda delta: self._loss_at(closure, delta),
+            reevaluate=lambda delta: _loss_at(closure, layers, delta),
             rows=rows,
         )
-        return returned, point
+        return returned, layers, point
 
-    def _gradients(self) -> Matrices:
-        gradients = []
-        for layer in self.layers:
-            grads = [p.grad for p in layer.parameters() if p.grad is not None]
-            if len(grads) < len(layer.parameters()):
-                raise ClosureError(
-                    f"The closure left no gradient in layer {layer.name!r}: it has to call "
-                    "backward() on a loss that depends on every trained layer."
-                )
-            gradients.append(layer.join(grads))
-        return tuple(gradients)
-
-    def _loss_at(self, closure: Callable[[], Any], delta: Matrices) -> Tensor:
-        """What the closure returns at θ + δ; θ and its gradients are put back as they were."""
-        parameters = [p for layer in self.layers for p in layer.parameters()]
-        kept = [(p.clone(), p.grad) for p in parameters]
-        try:
-            for p in parameters:
-                p.grad = None
-            self._move(delta)
-            with torch.enable_grad():
-                returned = closure()
-            return torch.as_tensor(returned, device=delta[0].device).detach().reshape(())
-        finally:
-            for p, (value, grad) in zip(parameters, kept, strict=True):
-                p.copy_(value)
-                p.grad = grad
-
-    def _commit(self, transition: Transition) -> None:
-        self._move(transition.delta)
+    def _commit(self, layers: list[Layer], transition: Transition) -> None:
+        self.layers, self._chain_known = layers, True
+        _move(layers, transition.delta)
         self._state, self.report = transition.state, transition.report
-
-    def _move(self, delta: Matrices) -> None:
-        """θ ← θ + δ."""
-        for layer, V in zip(self.layers, delta, strict=True):
-            for parameter, part in zip(layer.parameters(), layer.split(V), strict=True):
-                parameter.add_(part)
 
     @property
     def _own_model(self) -> nn.Module:
@@ -266,8 +231,11 @@ class KFAC(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state, bit for bit; a state that does not fit changes nothing."""
-        if not isinstance(state_dict, dict) or "kfac" not in state_dict:
-            raise StateError("This is not the state_dict of a KFAC: it has no entry 'kfac'.")
+        for entry in ("kfac", "weight_decay"):
+            if not isinstance(state_dict, dict) or entry not in state_dict:
+                raise StateError(
+                    f"This is not the state_dict of a KFAC: it has no entry {entry!r}."
+                )
         state, layers = saving.load(state_dict["kfac"], self.layers, self.settings.inverse)
         self._state, self.layers = state, layers
         self._chain_known = self._chain_known or state.iteration > 0
@@ -281,6 +249,69 @@ class KFAC(torch.optim.Optimizer):
                 "changing the model."
             )
         super().add_param_group(param_group)
+
+
+def _gradient(
+    layers: Sequence[Layer],
+    weight_decay: float,
+    stale: Mapping[nn.Parameter, tuple[Tensor, int]],
+) -> Matrices:
+    """∇h, the weight decay's ηθ included; of what was there before the closure nothing counts.
+
+    `stale` holds those gradients with their versions, which every write to a tensor counts up.
+    """
+    gradients = []
+    for layer in layers:
+        grads = []
+        for p in layer.parameters():
+            old, version = stale.get(p, (None, 0))
+            if p.grad is not None and (p.grad is not old or p.grad._version != version):
+                grads.append(p.grad)
+        if len(grads) < len(layer.parameters()):
+            raise ClosureError(
+                f"The closure left no gradient in layer {layer.name!r}: it has to call "
+                "backward() on a loss that depends on every trained layer."
+            )
+        V = grads[0].new_empty(layer.shape)
+        for part, grad, p in zip(layer.split(V), grads, layer.parameters(), strict=True):
+            torch.add(grad, p, alpha=weight_decay, out=part)
+        gradients.append(V)
+    return tuple(gradients)
+
+
+def _loss_at(closure: Callable[[], Any], layers: Sequence[Layer], delta: Matrices) -> Tensor:
+    """What the closure returns at θ + δ; θ and its gradients are put back as they were."""
+    parameters = [p for layer in layers for p in layer.parameters()]
+    kept = [(p.clone(), p.grad) for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+        _move(layers, delta)
+        with torch.enable_grad():
+            returned = closure()
+        return _as_loss(returned, delta[0].device)
+    finally:
+        for p, (value, grad) in zip(parameters, kept, strict=True):
+            p.copy_(value)
+            p.grad = grad
+
+
+def _move(layers: Sequence[Layer], delta: Matrices) -> None:
+    """θ ← θ + δ."""
+    for layer, V in zip(layers, delta, strict=True):
+        for parameter, part in zip(layer.parameters(), layer.split(V), strict=True):
+            parameter.add_(part)
+
+
+def _as_loss(returned: Any, device: torch.device) -> Tensor:
+    """What the closure returned as a tensor without dimensions; a Python number is float64."""
+    dtype = torch.float64 if isinstance(returned, float) else None
+    try:
+        return torch.as_tensor(returned, dtype=dtype, device=device).detach().reshape(())
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ClosureError(
+            f"The closure has to return the loss, one number; got {returned!r}."
+        ) from error
 
 
 T = TypeVar("T")

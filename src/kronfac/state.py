@@ -57,10 +57,12 @@ def load(
     Raises:
         StateError: it is of another version, model or kind of inverse.
     """
-    if saved.get("version") != VERSION:
-        raise StateError(
-            f"This kronfac reads states of version {VERSION}; got {saved.get('version')!r}."
-        )
+    version = saved.get("version") if isinstance(saved, dict) else None
+    if version != VERSION:
+        raise StateError(f"This kronfac reads states of version {VERSION}; got {version!r}.")
+    expected = {"layers", "inverse_settings", *(f.name for f in fields(State))}
+    if missing := expected - saved.keys():
+        raise StateError(f"The state is incomplete: it has no {sorted(missing)}.")
     by_name = {layer.name: layer for layer in layers}
     if sorted(by_name) != sorted(saved["layers"]):
         raise StateError(
@@ -98,6 +100,11 @@ def load(
 
 def _check_shapes(factors: KroneckerFactors, layers: Sequence[Layer]) -> None:
     for layer, A, G in zip(layers, factors.A, factors.G, strict=True):
+        dtype = layer.parameters()[0].dtype
+        if {A.dtype, G.dtype} != {dtype}:
+            raise StateError(
+                f"The state's factors of layer {layer.name!r} are {A.dtype}; the layer is {dtype}."
+            )
         if (len(G), len(A)) != layer.shape:
             raise StateError(
                 f"The state's factors of layer {layer.name!r} are for a matrix of shape "

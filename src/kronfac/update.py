@@ -26,9 +26,10 @@ from kronfac.step_size import DampingRule, GammaRule, Step, StepRule, fisher_gra
 
 # The statistics change fastest in the first iterations, so the inverse is fresh in each [MG15 §9].
 FIRST_REFRESHES = 3
-# Relative difference between the loss that a closure returned and the loss of the rows it used above
-# which the closure computes something that K-FAC cannot see.
-LOSS_TOLERANCE = 1e-3
+# Relative difference, in ε of the parameters' dtype, between the loss that a closure returned and the
+# loss of the rows it used above which the closure computes something that K-FAC cannot see. Both are
+# of the same pass: only the summation over micro-batches differs.
+LOSS_TOLERANCE = 64
 
 
 class RefusedError(Exception):
@@ -64,7 +65,6 @@ class Point:
 
     loss: Tensor
     """As the closure returned it."""
-    theta: Matrices
     gradient: Matrices
     """Of h, weight decay included."""
     weight_decay: float
@@ -170,10 +170,10 @@ class Update:
         self, point: Point, before: State, k: int
     ) -> tuple[KroneckerFactors, Tensor]:
         """The moving averages with S₁ in them, and the generator's state after its draws [§5]."""
-        generator = torch.Generator(device=point.theta[0].device)
+        generator = torch.Generator(device=point.gradient[0].device)
         generator.set_state(before.generator)
         fisher = self.settings.fisher
-        new = estimate(
+        factors = estimate(
             self.model,
             self.layers,
             self.objective,
@@ -182,10 +182,10 @@ class Update:
             fisher,
             generator,
             self.settings.inverse.needs_neighbours,
+            before.factors,
+            ema_decay(k, fisher.ema_decay),
         )
-        if before.factors is not None:
-            new = before.factors.averaged_with(new, ema_decay(k, fisher.ema_decay))
-        return new, generator.get_state()
+        return factors, generator.get_state()
 
     def _best_proposal(
         self,
@@ -254,7 +254,7 @@ class Update:
         """η F̆⁻¹θ, kept apart for the low-rank route [§8]."""
         if point.rows is None or point.weight_decay == 0:
             return None
-        return tuple(U * point.weight_decay for U in damped.mv(point.theta))
+        return tuple(U * point.weight_decay for U in damped.mv(self._theta()))
 
     def _propose(
         self,
@@ -288,11 +288,19 @@ class Update:
         with watch("step_size"):
             count = len(directions)
             seen = point.batch.seen_loss
+            inner_products = [
+                [_dot(u, v).reshape(1) for v in directions[: i + 1]]
+                for i, u in enumerate(directions)
+            ]
             # All that the host has to know, in the step's one synchronisation.
             numbers = torch.cat(
                 [
                     gram.reshape(-1),
-                    *(_dot(u, v).reshape(1) for u in directions for v in directions),
+                    *(
+                        inner_products[max(i, j)][min(i, j)]
+                        for i in range(count)
+                        for j in range(count)
+                    ),
                     *(_dot(point.gradient, v).reshape(1) for v in directions),
                     point.loss.double().reshape(1),
                     (point.loss if seen is None else seen).double().reshape(1),
@@ -306,7 +314,7 @@ class Update:
             fisher, inner = numbers[: 2 * count**2].reshape(2, count, count)
             r = numbers[2 * count**2 : -3]
             Q = fisher + (before.lambda_ + point.weight_decay) * inner
-            precision = torch.finfo(point.theta[0].dtype).eps
+            precision = torch.finfo(point.gradient[0].dtype).eps
             step = self.settings.step_size.solve(Q, r, precision)
             if not math.isfinite(step.predicted_change):
                 raise RefusedError("The predicted change of the objective is not finite.")
@@ -319,15 +327,17 @@ class Update:
             delta=delta,
             loss=loss,
             loss_seen=seen is not None
-            and abs(loss - seen_value) <= LOSS_TOLERANCE * max(abs(loss), abs(seen_value)),
+            and abs(loss - seen_value)
+            <= LOSS_TOLERANCE * precision * max(abs(loss), abs(seen_value)),
         )
 
     def _objective_change(self, point: Point, proposal: _Proposal) -> float:
         """h(θ + δ) − h(θ) on S′, weight decay included, by a forward pass [§6.5]."""
         batch, delta = point.batch, proposal.delta
+        theta = self._theta()
         if proposal.loss_seen:
             assert batch.seen_loss is not None
-            moved = self._parameters_at(point, delta)
+            moved = self._parameters_at(theta, delta)
             old = batch.seen_loss.double()
             new = torch.zeros((), dtype=torch.float64, device=old.device)
             for call in batch.calls:
@@ -337,16 +347,19 @@ class Update:
         else:
             old, new = point.loss.double(), point.reevaluate(delta).double()
         # η/2 (‖θ + δ‖² − ‖θ‖²) without the cancellation.
-        decay = point.weight_decay * (_dot(point.theta, delta) + _dot(delta, delta) / 2)
+        decay = point.weight_decay * (_dot(theta, delta) + _dot(delta, delta) / 2)
         return float(new - old + decay)
 
-    def _parameters_at(self, point: Point, delta: Matrices) -> dict[str, Tensor]:
-        """θ + δ by the parameters' names, contiguous as the parameters are."""
-        moved = {}
-        for layer, V, W in zip(self.layers, delta, point.theta, strict=True):
-            for name, part in zip(layer.parameter_names(), layer.split(W + V), strict=True):
-                moved[name] = part
-        return moved
+    def _theta(self) -> Matrices:
+        return tuple(layer.join(layer.parameters()) for layer in self.layers)
+
+    def _parameters_at(self, theta: Matrices, delta: Matrices) -> dict[str, Tensor]:
+        """θ + δ by the parameters' names."""
+        return {
+            name: part
+            for layer, W, V in zip(self.layers, theta, delta, strict=True)
+            for name, part in zip(layer.parameter_names(), layer.split(W + V), strict=True)
+        }
 
 
 def _dot(u: Matrices, v: Matrices) -> Tensor:

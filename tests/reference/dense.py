@@ -181,6 +181,12 @@ def empirical_moments(model: nn.Module, x: Tensor, scores: Tensor) -> tuple[Bloc
     return A, G
 
 
+def kron(A: Tensor, B: Tensor) -> Tensor:
+    """A ⊗ B: the block matrix with blocks A_{ij} B."""
+    product = torch.einsum("ij,kl->ikjl", A, B)
+    return product.reshape(A.shape[0] * B.shape[0], A.shape[1] * B.shape[1])
+
+
 def assemble(blocks: Blocks) -> Tensor:
     """One matrix from its blocks."""
     return torch.cat([torch.cat(row, dim=1) for row in blocks], dim=0)
@@ -189,8 +195,7 @@ def assemble(blocks: Blocks) -> Tensor:
 def kron_blocks(A: Blocks, G: Blocks) -> Blocks:
     """F̃_{ij} = Ā_{ij} ⊗ G_{ij}."""
     return [
-        [torch.kron(a, g) for a, g in zip(A_i, G_i, strict=True)]
-        for A_i, G_i in zip(A, G, strict=True)
+        [kron(a, g) for a, g in zip(A_i, G_i, strict=True)] for A_i, G_i in zip(A, G, strict=True)
     ]
 
 
@@ -252,8 +257,8 @@ def pi(A: Tensor, G: Tensor, norm: str) -> Tensor:
     if norm == "one":
         return torch.ones((), dtype=A.dtype)
     order = {"trace": "nuc", "frobenius": "fro", "spectral": 2}[norm]
-    left = torch.kron(A, torch.eye(len(G), dtype=G.dtype))
-    right = torch.kron(torch.eye(len(A), dtype=A.dtype), G)
+    left = kron(A, torch.eye(len(G), dtype=G.dtype))
+    right = kron(torch.eye(len(A), dtype=A.dtype), G)
     return (torch.linalg.matrix_norm(left, order) / torch.linalg.matrix_norm(right, order)).sqrt()
 
 
@@ -280,7 +285,7 @@ def exact_tikhonov(A: Blocks, G: Blocks, gamma: float) -> Tensor:
 
 def stein_dense(A: Tensor, B: Tensor, C: Tensor, D: Tensor, sign: float) -> Tensor:
     """A ⊗ B + sign · C ⊗ D [MG15 App. B]."""
-    return torch.kron(A, B) + sign * torch.kron(C, D)
+    return kron(A, B) + sign * kron(C, D)
 
 
 def minimise_over_span(H: Tensor, gradient: Tensor, directions: Sequence[Tensor]) -> Tensor:

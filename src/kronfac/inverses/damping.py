@@ -38,7 +38,7 @@ class FactoredTikhonov:
 
 @dataclass(frozen=True)
 class ExactTikhonov:
-    """A ⊗ G + γ² I, not factored: eqn. 5 of the paper with γ² in place of λ + η.
+    """A ⊗ G + γ² I, not factored: eqn. 6 of the paper with γ² in place of λ + η.
 
     With γ tied to √(λ + η) (`kronfac.TiedGamma`) it is that equation.
     """

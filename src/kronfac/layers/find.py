@@ -22,6 +22,9 @@ def find_layers(model: nn.Module) -> list[Layer]:
         # projection does.
         if type(module) is not nn.Linear or not any(trainable):
             continue
+        # Reparametrised by hooks (spectral_norm, pruning): the weight is computed from other parameters.
+        if not {key for key, _ in module.named_parameters(recurse=False)} <= {"weight", "bias"}:
+            continue
         if not all(trainable):
             raise UnsupportedModelError(
                 f"KFAC trains a layer's weight and bias together; of layer {name!r} only one has "
@@ -35,12 +38,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
                 )
             owner[id(parameter)] = name
         layers.append(LinearLayer(name, module))
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad and id(parameter) not in owner:
-            raise UnsupportedModelError(
-                f"KFAC supports nn.Linear; parameter {name!r} of {type(model).__name__} belongs to "
-                "another kind of layer. Freeze it with requires_grad_(False) to leave it as it is."
-            )
+    _refuse_other_parameters(model, layers)
     if not layers:
         raise UnsupportedModelError(
             f"KFAC found no trainable nn.Linear in {type(model).__name__}; it has nothing to train."
@@ -52,3 +50,21 @@ def find_layers(model: nn.Module) -> list[Layer]:
                 f"{layer.parameters()[0].dtype}."
             )
     return layers
+
+
+def _refuse_other_parameters(model: nn.Module, layers: list[Layer]) -> None:
+    """Refuse trainable parameters of modules that are none of `layers`.
+
+    By module and not by parameter, because a Linear's weight may also be, say, an Embedding's.
+    """
+    modules = {id(layer.module) for layer in layers}
+    for prefix, module in model.named_modules():
+        if id(module) in modules:
+            continue
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                name = f"{prefix}.{key}" if prefix else key
+                raise UnsupportedModelError(
+                    f"KFAC supports nn.Linear; parameter {name!r} of {type(model).__name__} belongs to "
+                    "another kind of layer. Freeze it with requires_grad_(False) to leave it as it is."
+                )

@@ -47,6 +47,10 @@ class Likelihood(nn.Module, ABC):
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """∂(−log r(y|z))/∂z, (cases, outputs)."""
 
+    def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        """The score at a target that R_{y|z} itself drew: E[score scoreᵀ] = F_R."""
+        return self.score(outputs, self.sample(outputs, noise))
+
     @abstractmethod
     def fisher_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
         """F_R v for each case; `vectors` is (…, cases, outputs)."""

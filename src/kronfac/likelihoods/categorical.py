@@ -50,6 +50,11 @@ class Categorical(Likelihood):
         # softmax · Σq, not softmax: the gradient of −Σ q log p also where q does not sum to one.
         return outputs.softmax(dim=-1) * q.sum(dim=-1, keepdim=True) - q
 
+    def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        """softmax(z) − e_y: without the label smoothing, which is of the training targets alone."""
+        drawn = functional.one_hot(self.sample(outputs, noise), outputs.shape[-1])
+        return outputs.softmax(dim=-1) - drawn.to(outputs.dtype)
+
     def fisher_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
         p = outputs.softmax(dim=-1)
         weighted = p * vectors

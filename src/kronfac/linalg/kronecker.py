@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def kron(A: Tensor, B: Tensor) -> Tensor:
+    """A ⊗ B for any strides; `torch.kron` fails on some."""
+    return torch.einsum("ij,kl->ikjl", A, B).reshape(len(A) * len(B), -1)
+
+
 @dataclass(frozen=True)
 class KroneckerProduct:
     """A ⊗ G, for symmetric A and G."""
@@ -31,7 +36,7 @@ class KroneckerProduct:
 
     def to_dense(self) -> Tensor:
         """The (in·out, in·out) matrix."""
-        return torch.kron(self.A, self.G)
+        return kron(self.A, self.G)
 
 
 @dataclass(frozen=True)
@@ -54,5 +59,5 @@ class EigenKroneckerSum:
 
     def to_dense(self) -> Tensor:
         """The (in·out, in·out) matrix."""
-        E = torch.kron(self.E_C, self.E_D)
-        return (E / (torch.kron(self.s_C, self.s_D) + self.xi)) @ E.mT
+        E = kron(self.E_C, self.E_D)
+        return (E / (torch.outer(self.s_C, self.s_D).reshape(-1) + self.xi)) @ E.mT

@@ -16,11 +16,13 @@ and for the minus sign is a positive definite matrix plus a positive semi-defini
 rounding, which is what keeps it positive in float32 with rank-deficient statistics.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kronfac.linalg.kronecker import kron
 from kronfac.linalg.spd import eigh, inverse_from_cholesky
 
 
@@ -66,8 +68,8 @@ class KroneckerDifferenceInverse:
 
     def to_dense(self) -> Tensor:
         """The (in·out, in·out) matrix."""
-        K = torch.kron(self.K1, self.K2)
-        return torch.kron(self.A_inv, self.B_inv) + (K * self.weights.mT.reshape(-1)) @ K.mT
+        K = kron(self.K1, self.K2)
+        return kron(self.A_inv, self.B_inv) + (K * self.weights.mT.reshape(-1)) @ K.mT
 
 
 def decompose(
@@ -76,13 +78,18 @@ def decompose(
     """Prepare (L₁L₁ᵀ ⊗ L₂L₂ᵀ + sign · R₁R₁ᵀ ⊗ R₂R₂ᵀ)⁻¹; with sign −1 the difference must be positive."""
     P1, s1 = _scaled_left_singular(_solve_lower(L1, R1), f"{name}, input side")
     P2, s2 = _scaled_left_singular(_solve_lower(L2, R2), f"{name}, output side")
+    # Where s₂s₁ is below ε the correction is lost in rounding beside the 1 that it is added to.
+    # Damped statistics have many such columns, all the more the stronger the damping.
+    epsilon = torch.finfo(s1.dtype).eps
+    keep1, keep2 = s1 * s2.max() > epsilon, s2 * s1.max() > epsilon
+    P1, s1, P2, s2 = P1[:, keep1], s1[keep1], P2[:, keep2], s2[keep2]
     product = torch.outer(s2, s1)
     if sign < 0:
         # The s are squared canonical correlations, below 1 in exact arithmetic: what rounding adds
         # is taken off, and a difference that rounding made singular gets the smallest gap that the
         # dtype can tell from none.
         product = torch.outer(s2.clamp(max=1), s1.clamp(max=1))
-        product = product.clamp(max=1 - torch.finfo(product.dtype).eps)
+        product = product.clamp(max=1 - epsilon)
     return KroneckerDifferenceInverse(
         A_inv=inverse_from_cholesky(L1),
         B_inv=inverse_from_cholesky(L2),
@@ -114,13 +121,10 @@ class SmithDifferenceInverse:
 
     def to_dense(self) -> Tensor:
         """The (in·out, in·out) matrix."""
-        dense = torch.kron(self.A_inv, self.B_inv)
+        dense = kron(self.A_inv, self.B_inv)
         for P, Q in zip(self.lefts, self.rights, strict=True):
-            dense = dense + torch.kron(Q.mT.contiguous(), P) @ dense
+            dense = dense + kron(Q.mT, P) @ dense
         return dense
-
-
-_MAX_SQUARINGS = 40
 
 
 def smith(
@@ -129,15 +133,16 @@ def smith(
     """Prepare the same inverse as `decompose` without any eigendecomposition.
 
     Squares until ‖P‖‖Q‖ is below the square root of the dtype's ε, so that the next power, its
-    square, is below ε. A difference that is singular to rounding never gets there: the number of
-    squarings is bounded, as the paper's iteration would be.
+    square, is below ε. A difference that is singular to rounding never gets there, and its powers may
+    even grow; so there are at most 1/2ε terms, which is a gap of about ε, as in `decompose`.
     """
     A_inv, B_inv = inverse_from_cholesky(L1), inverse_from_cholesky(L2)
     P = -sign * (B_inv @ R2) @ R2.mT
     Q = (R1 @ R1.mT) @ A_inv
-    tolerance = torch.finfo(P.dtype).eps ** 0.5
+    eps = torch.finfo(P.dtype).eps
+    tolerance = eps**0.5
     lefts, rights = [P], [Q]
-    for _ in range(_MAX_SQUARINGS):
+    for _ in range(round(-math.log2(eps)) - 1):
         P, Q = P @ P, Q @ Q
         lefts.append(P)
         rights.append(Q)

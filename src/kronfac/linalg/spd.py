@@ -15,7 +15,7 @@ from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 # Multiples of the mean eigenvalue that are added to the diagonal, in float64, when Cholesky fails.
 # The largest is what float32 statistics are uncertain by: beyond it the matrix is not a rounding
 # error away from positive definite but wrong.
-_JITTERS = (0.0, 1e-12, 1e-9, 1e-7)
+_JITTERS = (0.0, 1e-12, 1e-9, 1e-7, 1e-6)
 
 
 def symmetrize(A: Tensor) -> Tensor:

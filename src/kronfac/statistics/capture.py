@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kronfac.errors import UnsupportedModelError
 from kronfac.layers import Layer
@@ -15,9 +16,9 @@ class Captured:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
-        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self._seen: dict[int, tuple[Tensor, GradientEdge]] = {}
 
-    def record(self, index: int, x: Tensor, outputs: Tensor) -> None:
+    def record(self, index: int, x: Tensor, outputs: GradientEdge) -> None:
         """Remember the one call of layer `index`."""
         if index in self._seen:
             raise UnsupportedModelError(
@@ -35,11 +36,14 @@ class Captured:
         """What each layer was called with, in the layers' order."""
         return [self._get(i)[0] for i in range(len(self._layers))]
 
-    def outputs(self) -> list[Tensor]:
-        """What each layer returned (s_i), in the layers' order."""
+    def outputs(self) -> list[GradientEdge]:
+        """Where each layer returned s_i into the graph, in the layers' order.
+
+        Edges, not tensors: an activation may overwrite s_i, after which the tensor stands for a_i.
+        """
         return [self._get(i)[1] for i in range(len(self._layers))]
 
-    def _get(self, index: int) -> tuple[Tensor, Tensor]:
+    def _get(self, index: int) -> tuple[Tensor, GradientEdge]:
         if index not in self._seen:
             raise UnsupportedModelError(
                 f"Layer {self._layers[index].name!r} has trainable parameters, but the model did not "
@@ -55,7 +59,7 @@ def capture(layers: Sequence[Layer]) -> Iterator[Captured]:
 
     def recorder(index: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], outputs: Tensor) -> None:
-            captured.record(index, args[0].detach(), outputs)
+            captured.record(index, args[0].detach(), get_gradient_edge(outputs))
 
         return hook
 

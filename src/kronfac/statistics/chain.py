@@ -35,12 +35,17 @@ def chain_order(model: nn.Module, layers: Sequence[Layer], call: Call) -> list[L
 
     def cut(layer: Layer) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], outputs: Tensor) -> Tensor:
+            if layer in order:
+                raise UnsupportedModelError(
+                    f"BlockTridiagonalInverse needs every layer to be used once; {layer.name!r} was "
+                    "used twice."
+                )
             if order:
                 _check_link(args[0], sources + leaves, layer.name, order[-1].name)
             order.append(layer)
             leaf = outputs.detach().requires_grad_()
             leaves.append(leaf)
-            return leaf
+            return leaf.clone()  # what an in-place activation may overwrite
 
         return hook
 

@@ -77,7 +77,7 @@ class SampledFisher(Fisher):
     ) -> Iterator[Tensor]:
         assert noise is not None
         for draw in noise:
-            yield likelihood.score(outputs, likelihood.sample(outputs, draw))
+            yield likelihood.sampled_score(outputs, draw)
 
     @property
     def draws(self) -> int:

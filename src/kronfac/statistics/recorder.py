@@ -6,7 +6,6 @@ targets of each call, and nothing else. They are there only while the closure ru
 of the model free of them.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from kronfac.errors import ClosureError, TargetError, UnsupportedModelError
 from kronfac.likelihoods import Objective
@@ -27,8 +27,10 @@ class Recorder:
         self.model = model
         self.objective = objective
         self._calls: list[Call] = []
-        self._last_output: int | None = None
+        self._last_output: Tensor | None = None
+        self._version = 0
         self._loss_seen = True
+        self._versions: list[tuple[Tensor, int]] = []
         self._losses: list[Tensor] = []
         self._ignored: list[Tensor] = []
 
@@ -36,7 +38,7 @@ class Recorder:
     def recording(self) -> Iterator[None]:
         """Remember calls inside this context, afresh."""
         self._calls, self._last_output, self._loss_seen = [], None, True
-        self._losses, self._ignored = [], []
+        self._losses, self._ignored, self._versions = [], [], []
         handles = [
             self.model.register_forward_hook(self._on_model, with_kwargs=True),
             self.objective.module.register_forward_hook(self._on_loss, with_kwargs=True),
@@ -51,7 +53,7 @@ class Recorder:
         """The mini-batch that was recorded, which is then forgotten here.
 
         Raises:
-            ClosureError: the model was not called.
+            ClosureError: the model was not called, or its inputs were changed afterwards.
             TargetError: a target is the loss's `ignore_index`.
         """
         if not self._calls:
@@ -60,6 +62,12 @@ class Recorder:
                 "enabled, so there is nothing to take a step from. Call the model that KFAC was "
                 "given, in the closure."
             )
+        versions, self._versions = self._versions, []
+        if any(tensor._version != version for tensor, version in versions):
+            raise ClosureError(
+                "The closure changed inputs or targets in place after it had called the model with "
+                "them, but KFAC goes through the same rows again. Use a new tensor for every call."
+            )
         for ignored in self._ignored:
             if bool(ignored):
                 raise TargetError(
@@ -67,7 +75,7 @@ class Recorder:
                     f"({self.objective.ignore_index}); leave those cases out of the mini-batch."
                 )
         calls = tuple(self._calls)
-        self._calls = []  # a step must not keep its mini-batch alive
+        self._calls, self._last_output = [], None  # a step must not keep its mini-batch alive
         if not self._loss_seen or any(call.targets is None for call in calls):
             return Batch(calls)
         if self.objective.reduction == "sum":
@@ -87,7 +95,9 @@ class Recorder:
         if not outputs.requires_grad:  # an evaluation on the side
             return
         self._calls.append(Call(args, kwargs, len(outputs), outputs.shape))
-        self._last_output = outputs.data_ptr()
+        # Kept, so that its memory is not used again for what becomes of it; with its version.
+        self._last_output, self._version = outputs.detach(), outputs._version
+        self._watch((args, kwargs))
 
     def _on_loss(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Tensor
@@ -100,12 +110,7 @@ class Recorder:
         if not outputs.requires_grad:
             return
         call = self._calls[-1] if self._calls else None
-        if (
-            call is None
-            or call.targets is not None
-            or outputs.data_ptr() != self._last_output
-            or outputs.numel() != math.prod(call.outputs)
-        ):
+        if call is None or call.targets is not None or not self._is_last_output(outputs):
             # The loss saw something else than what the model returned: a scaled or sliced output.
             self._loss_seen = False
             return
@@ -113,11 +118,32 @@ class Recorder:
         self.objective.likelihood.check(outputs, targets)
         if self.objective.ignore_index is not None and not targets.is_floating_point():
             self._ignored.append((targets == self.objective.ignore_index).any())
+        self._watch(targets)
         targets = targets.detach()
         if targets.shape == outputs.shape:
             targets = targets.reshape(call.rows, -1)
         self._calls[-1] = replace(call, targets=targets)
         self._losses.append(loss.detach())
+
+    def _watch(self, values: Any) -> None:
+        """Remember the versions of these tensors, to find out whether they were written to."""
+        self._versions += [
+            (leaf, leaf._version) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)
+        ]
+
+    def _is_last_output(self, outputs: Tensor) -> bool:
+        """Whether these are the numbers that the model returned, at most in another shape."""
+        last = self._last_output
+        return (
+            last is not None
+            and outputs.data_ptr() == last.data_ptr()
+            and outputs._version == self._version
+            and outputs.numel() == last.numel()
+            and (
+                (outputs.is_contiguous() and last.is_contiguous())
+                or (outputs.shape == last.shape and outputs.stride() == last.stride())
+            )
+        )
 
 
 def _describe(value: Any) -> str:

@@ -53,5 +53,5 @@ def _outputs_and_tangents(
         return primal, tangent
 
     # The primal pass does not depend on the direction, so vmap runs it once for all.
-    outputs, Jv = torch.func.vmap(pushforward, out_dims=(None, 0))(tangents)  # type: ignore[arg-type]
+    outputs, Jv = torch.func.vmap(pushforward, out_dims=(None, 0), randomness="same")(tangents)  # type: ignore[arg-type]
     return outputs.detach(), Jv.detach()

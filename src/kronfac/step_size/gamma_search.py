@@ -59,9 +59,10 @@ class GammaSearch:
             raise ValueError(f"GammaSearch's interval is 1 or more; got {self.interval}.")
         if not 0 < self.factor < 1:
             raise ValueError(f"GammaSearch's factor lies in (0, 1); got {self.factor}.")
-        if self.minimum is not None and not 0 < self.minimum <= self.maximum:
+        if not 0 < (_FLOOR if self.minimum is None else self.minimum) <= self.maximum:
             raise ValueError(
-                f"GammaSearch needs 0 < minimum ≤ maximum; got {self.minimum} and {self.maximum}."
+                f"GammaSearch needs 0 < minimum ≤ maximum (minimum None is at least {_FLOOR}); got "
+                f"{self.minimum} and {self.maximum}."
             )
         if self.criterion not in ("model", "objective"):
             raise ValueError(

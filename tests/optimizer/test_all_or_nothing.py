@@ -1,0 +1,276 @@
+"""A step happens as a whole or not at all."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kronfac import KFAC, GammaSearch, LevenbergMarquardt
+from tests.conftest import mlp, normal
+from tests.optimizer.resume import Backwards
+from tests.optimizer.runs import INVERSES, Snapshot, closure_of, same
+
+LOSS = nn.MSELoss()
+# Step 1 finds the chain; step 6 refreshes, searches γ and measures ρ; step 5 does none of it.
+STEPS_BEFORE = (0, 4, 5)
+
+
+class BlownError(Exception):
+    pass
+
+
+class Fuse(nn.Module):
+    """Passes its input on until it has been called `left` times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = math.inf
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise BlownError
+        return x
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    return normal(12, 4, seed=step), normal(12, 3, seed=100 + step)
+
+
+def new_optimizer(model: nn.Module | None = None, **settings) -> KFAC:
+    return KFAC(
+        mlp([4, 6, 5, 3], seed=3) if model is None else model,
+        LOSS,
+        **{
+            "weight_decay": 1e-2,
+            "damping": LevenbergMarquardt(lambda_=0.5, interval=2),
+            "gamma": GammaSearch(interval=6),
+            "inverse_interval": 3,
+        }
+        | settings,
+    )
+
+
+def advance(optimizer: KFAC, steps: int) -> None:
+    for step in range(steps):
+        optimizer.step(optimizer.closure(*data(step)))
+
+
+# ------------------------------------------------------------------------------------- exceptions
+
+
+@pytest.mark.parametrize(
+    ("steps_before", "criterion"), [(0, "model"), (4, "model"), (5, "model"), (5, "objective")]
+)
+@pytest.mark.parametrize("inverse", INVERSES)
+def test_an_exception_in_any_of_the_models_calls(steps_before, inverse, criterion):
+    fuse = Fuse()
+    settings = {"inverse": inverse, "gamma": GammaSearch(interval=6, criterion=criterion)}
+    optimizer = new_optimizer(nn.Sequential(*mlp([4, 6, 5, 3], seed=3), fuse), **settings)
+    untroubled = new_optimizer(**settings)
+    advance(optimizer, steps_before)
+    advance(untroubled, steps_before + 1)
+    before = Snapshot.of(optimizer)
+    x, y = data(steps_before)
+    raised = 0
+    while True:
+        fuse.left = raised + 1
+        try:
+            optimizer.step(optimizer.closure(x, y))
+        except BlownError:
+            raised += 1
+            before.assert_untouched(optimizer)
+        else:
+            break
+    # The closure's own pass, the statistics and the Fisher products at least.
+    assert raised >= 3
+    assert same(optimizer.state_dict(), untroubled.state_dict())
+
+
+def test_an_exception_before_the_order_of_the_chain_is_committed():
+    # The layers of this model are defined last first, which the first step finds out.
+    model = nn.Sequential(Backwards(), fuse := Fuse())
+    optimizer = new_optimizer(model, inverse="block_tridiagonal")
+    before = Snapshot.of(optimizer)
+    fuse.left = 3  # the closure, the chain, the statistics
+    with pytest.raises(BlownError):
+        optimizer.step(optimizer.closure(normal(12, 8), normal(12, 3)))
+    before.assert_untouched(optimizer)
+
+
+@pytest.mark.parametrize("place", ["before", "forward", "backward"])
+@pytest.mark.parametrize("steps_before", STEPS_BEFORE)
+def test_an_exception_in_the_closure(steps_before, place):
+    optimizer, untroubled = new_optimizer(), new_optimizer()
+    advance(optimizer, steps_before)
+    advance(untroubled, steps_before + 1)
+    before = Snapshot.of(optimizer)
+    x, y = data(steps_before)
+
+    def closure() -> Tensor:
+        if place == "before":
+            raise BlownError
+        optimizer.zero_grad()
+        loss = LOSS(optimizer.model(x), y)
+        if place == "forward":
+            raise BlownError
+        loss.backward()
+        raise BlownError
+
+    with pytest.raises(BlownError):
+        optimizer.step(closure)
+    before.assert_untouched(optimizer)
+    optimizer.step(optimizer.closure(x, y))
+    assert same(optimizer.state_dict(), untroubled.state_dict())
+
+
+def test_an_exception_when_the_closure_is_called_again_for_rho():
+    optimizer = new_optimizer()
+    advance(optimizer, 5)
+    before = Snapshot.of(optimizer)
+    x, y = data(5)
+    calls = 0
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(optimizer.model(x), y)  # not the module: K-FAC cannot see it
+        loss.backward()
+        if calls == 2:
+            raise BlownError
+        return loss
+
+    with pytest.raises(BlownError):
+        optimizer.step(closure)
+    assert calls == 2
+    before.assert_untouched(optimizer)
+    expected = torch.autograd.grad(LOSS(optimizer.model(x), y), list(optimizer.model.parameters()))
+    for p, gradient in zip(optimizer.model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-12, atol=1e-14)
+
+
+# ------------------------------------------------------------------------------- numbers not finite
+
+
+def _first(value: Tensor, bad: float) -> Tensor:
+    value = value.clone()
+    value.view(-1)[0] = bad
+    return value
+
+
+def nan_in_inputs(optimizer, x, y):
+    return optimizer.closure(_first(x, math.nan), y)
+
+
+def nan_in_targets(optimizer, x, y):
+    return optimizer.closure(x, _first(y, math.nan))
+
+
+def infinite_targets(optimizer, x, y):
+    return optimizer.closure(x, _first(y, math.inf))
+
+
+def nan_in_one_chunk(optimizer, x, y):
+    return optimizer.closure(x, y.index_fill(0, torch.tensor([11]), math.nan), chunk=5)
+
+
+def nan_returned(optimizer, x, y):
+    closure = optimizer.closure(x, y)
+    return lambda: closure() * math.nan
+
+
+def infinity_returned_as_a_number(optimizer, x, y):
+    closure = optimizer.closure(x, y)
+    return lambda: float(closure()) + math.inf
+
+
+def _with_bad_gradient(optimizer, x, y, bad):
+    closure = optimizer.closure(x, y)
+
+    def spoiled():
+        loss = closure()
+        optimizer.model[2].bias.grad[1] = bad
+        return loss
+
+    return spoiled
+
+
+def nan_in_gradient(optimizer, x, y):
+    return _with_bad_gradient(optimizer, x, y, math.nan)
+
+
+def infinity_in_gradient(optimizer, x, y):
+    return _with_bad_gradient(optimizer, x, y, -math.inf)
+
+
+def overflow_in_statistics(optimizer, x, y):
+    # tanh saturates, so that loss and gradient are finite, but x² is not.
+    return optimizer.closure(1e200 * x.sign(), y)
+
+
+BAD = {
+    nan_in_inputs: "The loss is nan",
+    nan_in_targets: "The loss is nan",
+    infinite_targets: "The loss is inf",
+    nan_in_one_chunk: "The loss is nan",
+    nan_returned: "The loss is nan",
+    infinity_returned_as_a_number: "The loss is inf",
+    nan_in_gradient: "The gradient of layer '2' is not finite",
+    infinity_in_gradient: "The gradient of layer '2' is not finite",
+    overflow_in_statistics: "The statistics of layer '0' are not finite",
+}
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.__name__)
+@pytest.mark.parametrize("inverse", INVERSES)
+@pytest.mark.parametrize("steps_before", STEPS_BEFORE)
+def test_a_bad_mini_batch_is_refused_and_leaves_no_trace(steps_before, inverse, bad):
+    optimizer, untroubled = new_optimizer(inverse=inverse), new_optimizer(inverse=inverse)
+    advance(optimizer, steps_before)
+    advance(untroubled, steps_before + 1)
+    before = Snapshot.of(optimizer)
+    x, y = data(steps_before)
+
+    closure = bad(optimizer, x, y)
+    returned = optimizer.step(closure)
+
+    before.assert_untouched(optimizer, report=False)
+    report = optimizer.report
+    assert report.refused
+    assert [event.kind for event in report.events] == ["refused"]
+    assert BAD[bad] in report.events[0].message
+    assert report.iteration == steps_before + 1
+    assert report.cases == 12
+    assert report.loss == float(returned) or (math.isnan(report.loss) and math.isnan(returned))
+    assert (report.lambda_, report.gamma) == (
+        before.state["kfac"]["lambda_"],
+        before.state["kfac"]["gamma"],
+    )
+    assert (report.alpha, report.mu, report.rho, report.predicted_change) == (None,) * 4
+
+    # The run goes on as if the bad mini-batch had not been there, generator included.
+    optimizer.step(optimizer.closure(x, y))
+    assert not optimizer.report.refused
+    assert same(optimizer.state_dict(), untroubled.state_dict())
+    assert same(dict(optimizer.model.state_dict()), dict(untroubled.model.state_dict()))
+
+
+@pytest.mark.parametrize("after", [math.nan, math.inf])
+def test_where_the_loss_is_not_finite_after_the_step_lambda_grows(after):
+    # The step is taken all the same, as in the authors' program.
+    optimizer = new_optimizer(damping=LevenbergMarquardt(lambda_=0.5, interval=1))
+    x, y = data(0)
+    user = closure_of(optimizer, nn.functional.mse_loss, x, y)
+    returned = []
+
+    def closure() -> Tensor:
+        returned.append(user() if not returned else user() + after)
+        return returned[-1]
+
+    optimizer.step(closure)
+    assert len(returned) == 2
+    assert not optimizer.report.refused
+    assert not optimizer.report.rho > -math.inf
+    assert optimizer.report.lambda_ == pytest.approx(0.5 / 0.95, rel=1e-14)

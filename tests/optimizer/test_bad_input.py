@@ -1,0 +1,489 @@
+"""Bad input gets an error that names the culprit, and changes nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import kronfac
+from kronfac import (
+    KFAC,
+    BlockDiagonalInverse,
+    BlockTridiagonalInverse,
+    ExactTikhonov,
+    FactoredTikhonov,
+    FixedDamping,
+    FixedGamma,
+    GammaSearch,
+    LevenbergMarquardt,
+    SampledFisher,
+)
+from kronfac.errors import ClosureError, TargetError, UnsupportedLossError, UnsupportedModelError
+from tests.conftest import mlp, normal
+from tests.optimizer.runs import INVERSES, Snapshot, assert_no_hooks, closure_of
+
+M = 6
+
+
+def linear(d_in: int, d_out: int) -> nn.Linear:
+    return nn.Linear(d_in, d_out, dtype=torch.float64)
+
+
+def trained(model: nn.Module | None = None, loss: nn.Module | None = None, **settings: Any) -> KFAC:
+    """After two steps on 4-5-3 with squared error, so that there is a state to lose."""
+    optimizer = KFAC(
+        mlp([4, 5, 3]) if model is None else model,
+        loss or nn.MSELoss(),
+        weight_decay=1e-2,
+        **settings,
+    )
+    for step in range(2):
+        optimizer.step(optimizer.closure(normal(M, 4, seed=step), normal(M, 3, seed=9)))
+    return optimizer
+
+
+# ----------------------------------------------------------------------------------------- models
+
+
+class Branches(nn.Module):
+    """Two layers on the same input, summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.top = linear(4, 5), linear(4, 5), linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(torch.tanh(self.left(x) + self.right(x)))
+
+
+class Residual(nn.Module):
+    """A connection around the middle layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom, self.middle, self.top = linear(4, 5), linear(5, 5), linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = torch.tanh(self.bottom(x))
+        return self.top(a + torch.tanh(self.middle(a)))
+
+
+class InputAgain(nn.Module):
+    """The second layer sees the model's input beside the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom, self.top = linear(4, 5), linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(torch.cat([torch.tanh(self.bottom(x)), x], dim=1))
+
+
+class SkipToOutput(nn.Module):
+    """The output is that of both layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom, self.top = linear(4, 3), linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        s = self.bottom(x)
+        return self.top(torch.tanh(s)) + s
+
+
+class UsedTwice(nn.Module):
+    """The first layer is applied two times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.top = linear(4, 4), linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(torch.tanh(self.shared(torch.tanh(self.shared(x)))))
+
+
+class UsedTwiceAndAnotherNever(nn.Module):
+    """As many calls as layers, but not one each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle, self.shared, self.top = linear(4, 4), linear(4, 4), linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(torch.tanh(self.shared(torch.tanh(self.shared(x)))))
+
+
+class Unused(nn.Module):
+    """One of the layers takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom, self.idle, self.top = linear(4, 5), linear(5, 5), linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(torch.tanh(self.bottom(x)))
+
+
+@pytest.mark.parametrize(
+    ("model", "culprit"),
+    [
+        (nn.Sequential(nn.Tanh()), "no trainable nn.Linear in Sequential"),
+        (nn.Sequential(nn.Conv2d(1, 2, 3)), "parameter '0.weight' of Sequential"),
+        (nn.Sequential(linear(4, 5), nn.PReLU(), linear(5, 3)), "parameter '1.weight'"),
+        (nn.Sequential(linear(4, 5), nn.LayerNorm(5)), "parameter '1.weight'"),
+        (mlp([4, 5, 3]).requires_grad_(False), "no trainable nn.Linear"),
+    ],
+    ids=str,
+)
+def test_a_model_that_it_cannot_train(model, culprit):
+    with pytest.raises(UnsupportedModelError, match=culprit):
+        KFAC(model, nn.MSELoss())
+    assert_no_hooks(model)
+
+
+def test_tied_and_half_frozen_layers():
+    tied = nn.Sequential(linear(4, 4), nn.Tanh(), linear(4, 4))
+    tied[2].weight = tied[0].weight
+    with pytest.raises(UnsupportedModelError, match="'0' and '2' share"):
+        KFAC(tied, nn.MSELoss())
+    frozen = mlp([4, 5, 3])
+    frozen[2].bias.requires_grad_(False)
+    with pytest.raises(UnsupportedModelError, match="'2' only one has requires_grad"):
+        KFAC(frozen, nn.MSELoss())
+
+
+def refused_step(model: nn.Module, inverse: str, error: type[Exception], culprit: str) -> None:
+    optimizer = KFAC(model, nn.MSELoss(), inverse=inverse)
+    before = Snapshot.of(optimizer)
+    x, y = normal(M, 4), normal(M, 3, seed=1)
+    for closure in (optimizer.closure(x, y), closure_of(optimizer, nn.MSELoss(), x, y)):
+        with pytest.raises(error, match=culprit):
+            optimizer.step(closure)
+        before.assert_untouched(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("model", "culprit"),
+    [
+        (Branches, "'right' does not depend on 'left' alone"),
+        (Residual, "'top' does not depend on 'middle' alone"),
+        (InputAgain, "'top' does not depend on 'bottom' alone"),
+        (SkipToOutput, "output.* does not depend on 'top' alone"),
+    ],
+)
+def test_the_tridiagonal_inverse_on_what_is_not_a_chain(model, culprit):
+    refused_step(model(), "block_tridiagonal", UnsupportedModelError, culprit)
+
+
+@pytest.mark.parametrize("model", [Branches, Residual, InputAgain, SkipToOutput])
+def test_the_block_diagonal_inverse_takes_those(model):
+    optimizer = trained(model())
+    assert not optimizer.report.refused
+
+
+@pytest.mark.parametrize("inverse", INVERSES)
+def test_a_layer_that_is_used_twice(inverse):
+    refused_step(UsedTwice(), inverse, UnsupportedModelError, "'shared' was used twice")
+
+
+@pytest.mark.parametrize("inverse", INVERSES)
+def test_a_layer_that_is_used_twice_beside_one_that_is_not_used(inverse):
+    refused_step(
+        UsedTwiceAndAnotherNever(),
+        inverse,
+        (UnsupportedModelError, ClosureError),
+        "'shared' was used twice|'idle'",
+    )
+
+
+@pytest.mark.parametrize("inverse", INVERSES)
+def test_a_layer_that_is_not_used(inverse):
+    refused_step(Unused(), inverse, (UnsupportedModelError, ClosureError), "'idle'")
+
+
+@pytest.mark.parametrize("inverse", INVERSES)
+def test_linear_layers_on_more_than_vectors(inverse):
+    optimizer = KFAC(mlp([4, 5, 3]), nn.MSELoss(), inverse=inverse)
+    before = Snapshot.of(optimizer)
+    with pytest.raises(UnsupportedModelError, match=r"layer '0' have shape \(6, 2, 4\)"):
+        optimizer.step(optimizer.closure(normal(M, 2, 4), normal(M, 2, 3)))
+    before.assert_untouched(optimizer)
+
+
+class Two(nn.Module):
+    """A model of two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), x
+
+
+def test_a_model_that_returns_more_than_a_tensor():
+    optimizer = KFAC(Two(), nn.MSELoss())
+    before = Snapshot.of(optimizer)
+    with pytest.raises(UnsupportedModelError, match="Two returned a tuple"):
+        optimizer.step(
+            closure_of(
+                optimizer, lambda z, y: functional.mse_loss(z[0], y), normal(M, 4), normal(M, 3)
+            )
+        )
+    before.assert_untouched(optimizer)
+
+
+# ----------------------------------------------------------------------------------------- losses
+
+
+class OwnMSE(nn.MSELoss):
+    """It might compute anything."""
+
+
+@pytest.mark.parametrize(
+    ("loss", "culprit"),
+    [
+        (nn.L1Loss(), "L1Loss"),
+        (nn.NLLLoss(), "NLLLoss"),
+        (OwnMSE(), "OwnMSE"),
+        (functional.mse_loss, "function"),
+        (nn.MSELoss, "type"),
+        (nn.MSELoss(reduction="none"), "'none'"),
+        (nn.CrossEntropyLoss(weight=torch.ones(3)), "CrossEntropyLoss with weight"),
+        (nn.BCEWithLogitsLoss(weight=torch.ones(3)), "BCEWithLogitsLoss with weight"),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.ones(3)), "BCEWithLogitsLoss with pos_weight"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_loss_that_it_does_not_know(loss, culprit):
+    with pytest.raises(UnsupportedLossError, match=culprit):
+        KFAC(mlp([4, 5, 3]), loss)
+
+
+# ---------------------------------------------------------------------------------------- targets
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.float64)
+
+
+def indices(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.long)
+
+
+# Loss, outputs of the model, targets, what the message has to hold. torch broadcasts the first group,
+# with a warning at most, and may raise on its own for the second.
+BROADCAST = [
+    (nn.MSELoss(), 1, ones(M), r"\(6, 1\).*\(6,\)"),
+    (nn.MSELoss(reduction="sum"), 3, ones(M, 1), r"\(6, 3\).*\(6, 1\)"),
+    (nn.MSELoss(), 6, ones(M), r"\(6, 6\).*\(6,\)"),
+    (kronfac.Gaussian(), 1, ones(M), r"Gaussian.*\(6, 1\).*\(6,\)"),
+    (kronfac.Bernoulli(), 1, ones(M), r"Bernoulli.*\(6, 1\).*\(6,\)"),
+    (kronfac.Categorical(), 3, indices(M, 3), r"Categorical.*\(6, 3\)"),
+    (kronfac.Categorical(), 3, ones(M), r"Categorical.*\(6,\), torch.float64"),
+]
+UNFIT = [
+    (nn.MSELoss(), 3, ones(M, 2), r"\(6, 2\)|tensor b \(2\)"),
+    (nn.BCEWithLogitsLoss(), 1, ones(M), r"\(\[6\]\)|\(6,\)"),
+    (nn.BCEWithLogitsLoss(), 3, ones(M, 1), r"\(\[6, 1\]\)|\(6, 1\)"),
+    (nn.CrossEntropyLoss(), 3, indices(M, 1), r"\(6, 1\)|1D target"),
+    (nn.CrossEntropyLoss(), 3, ones(M), r"\(6,\)|Long"),
+    (nn.CrossEntropyLoss(), 3, ones(M, 2), r"\(6, 2\)|1D target"),
+]
+
+
+def case_id(value: Any) -> str | None:
+    """Short names for the tables above."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{tuple(value.shape)}".removeprefix("torch.")
+    return type(value).__name__ if isinstance(value, nn.Module) else None
+
+
+def step_with(loss: nn.Module, outputs: int, y: Tensor, own: bool) -> None:
+    """A step with these targets, which has to raise and to change nothing."""
+    optimizer = KFAC(mlp([4, 5, outputs]), loss)
+    before = Snapshot.of(optimizer)
+    x = normal(M, 4)
+    closure = closure_of(optimizer, loss, x, y) if own else optimizer.closure(x, y)
+    try:
+        optimizer.step(closure)
+    finally:
+        before.assert_untouched(optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+@pytest.mark.parametrize("own", [False, True], ids=["KFAC.closure", "own closure"])
+@pytest.mark.parametrize(("loss", "outputs", "y", "message"), BROADCAST, ids=case_id)
+def test_targets_that_torch_would_broadcast(loss, outputs, y, message, own):
+    with pytest.raises(TargetError, match=message):
+        step_with(loss, outputs, y, own)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+@pytest.mark.parametrize("own", [False, True], ids=["KFAC.closure", "own closure"])
+@pytest.mark.parametrize(("loss", "outputs", "y", "message"), UNFIT, ids=case_id)
+def test_targets_that_do_not_fit_at_all(loss, outputs, y, message, own):
+    with pytest.raises((TargetError, ValueError, RuntimeError), match=message):
+        step_with(loss, outputs, y, own)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["KFAC.closure", "own closure"])
+@pytest.mark.parametrize("ignore_index", [-100, 1])
+def test_targets_that_the_loss_would_ignore(ignore_index, own):
+    loss = nn.CrossEntropyLoss(ignore_index=ignore_index)
+    y = torch.tensor([0, 2, ignore_index, 0, 2, 0])
+    with pytest.raises(TargetError, match=rf"ignore_index \({ignore_index}\)"):
+        step_with(loss, 3, y, own)
+
+
+def test_as_many_targets_as_inputs():
+    optimizer = trained()
+    with pytest.raises(TargetError, match=r"5 targets for \[6\] inputs"):
+        optimizer.closure(normal(M, 4), normal(5, 3))
+    with pytest.raises(ValueError, match="at least one case"):
+        optimizer.closure(normal(0, 4), normal(0, 3))
+    with pytest.raises(ValueError, match=r"chunk.*got 0"):
+        optimizer.closure(normal(M, 4), normal(M, 3), chunk=0)
+
+
+# --------------------------------------------------------------------------------------- closures
+
+
+def refused_closure(optimizer: KFAC, closure: Any, message: str) -> None:
+    before = Snapshot.of(optimizer)
+    with pytest.raises(ClosureError, match=message):
+        optimizer.step(closure)
+    before.assert_untouched(optimizer)
+
+
+def test_no_closure():
+    optimizer = trained()
+    refused_closure(optimizer, None, r"KFAC\.step needs a closure")
+    before = Snapshot.of(optimizer)
+    with pytest.raises(ClosureError, match=r"KFAC\.closure\(x, y\)"):
+        optimizer.step()
+    before.assert_untouched(optimizer)
+
+
+def test_a_closure_that_never_calls_the_model():
+    optimizer = trained()
+    refused_closure(optimizer, lambda: torch.tensor(1.0), r"never called the model \(Sequential\)")
+
+
+def test_a_closure_that_calls_another_model():
+    optimizer, other = trained(), mlp([4, 5, 3])
+    loss = nn.MSELoss()
+
+    def closure() -> Tensor:
+        value = loss(other(normal(M, 4)), normal(M, 3))
+        value.backward()
+        return value
+
+    refused_closure(optimizer, closure, "never called the model")
+
+
+def test_a_closure_that_calls_the_model_without_gradients():
+    optimizer = trained()
+
+    @torch.no_grad()
+    def closure() -> Tensor:
+        return functional.mse_loss(optimizer.model(normal(M, 4)), normal(M, 3))
+
+    refused_closure(optimizer, closure, "with gradients enabled")
+
+
+def without_backward(optimizer: KFAC, clear: bool):
+    def closure() -> Tensor:
+        if clear:
+            optimizer.zero_grad()
+        return functional.mse_loss(optimizer.model(normal(M, 4)), normal(M, 3))
+
+    return closure
+
+
+def test_a_closure_without_backward():
+    optimizer = trained()
+    refused_closure(optimizer, without_backward(optimizer, clear=True), "no gradient in layer '0'")
+
+
+def test_a_closure_without_backward_does_not_get_by_on_the_last_steps_gradients():
+    optimizer = trained()
+    refused_closure(optimizer, without_backward(optimizer, clear=False), "no gradient in layer '0'")
+
+
+@pytest.mark.parametrize("value", [None, "1.0", torch.ones(M), torch.ones(0)], ids=repr)
+def test_a_closure_that_returns_something_other_than_the_loss(value):
+    optimizer = trained()
+    closure = optimizer.closure(normal(M, 4), normal(M, 3))
+    refused_closure(optimizer, lambda: (closure(), value)[1], "loss")
+
+
+def test_the_low_rank_route_needs_its_own_closure():
+    optimizer = trained(inverse=BlockDiagonalInverse(low_rank=True))
+    closure = closure_of(optimizer, nn.MSELoss(), normal(M, 4), normal(M, 3))
+    refused_closure(optimizer, closure, r"optimizer\.closure\(x, y\)")
+
+
+def test_the_empirical_fisher_needs_the_targets():
+    optimizer = trained(fisher="empirical")
+    closure = closure_of(optimizer, functional.mse_loss, normal(M, 4), normal(M, 3))
+    refused_closure(optimizer, closure, "empirical Fisher needs the training targets")
+
+
+# --------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"inverse": "block_pentadiagonal"}, "inverse.*block_tridiagonal.*'block_pentadiagonal'"),
+        ({"inverse": 3}, "inverse.*got 3"),
+        ({"inverse": SampledFisher()}, "inverse.*SampledFisher"),
+        ({"fisher": "true"}, "fisher.*sampled.*'true'"),
+        ({"fisher": BlockDiagonalInverse}, "fisher.*BlockDiagonalInverse"),
+        ({"weight_decay": -1e-5}, "weight_decay.*-1e-05"),
+        ({"weight_decay": float("nan")}, "weight_decay.*nan"),
+        ({"weight_decay": float("inf")}, "weight_decay.*inf"),
+        ({"statistics_fraction": 0.0}, r"statistics_fraction lies in \(0, 1\]; got 0"),
+        ({"statistics_fraction": 1.5}, "statistics_fraction.*1.5"),
+        ({"fisher_fraction": -0.1}, "fisher_fraction.*-0.1"),
+        ({"fisher_fraction": float("nan")}, "fisher_fraction.*nan"),
+        ({"inverse_interval": 0}, "inverse_interval.*got 0"),
+        ({"inverse_interval": 15}, "multiple.*20 and 15"),
+        ({"gamma": GammaSearch(interval=10), "inverse_interval": 4}, "T₂.*T₃.*10 and 4"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense(settings, message):
+    model = mlp([4, 5, 3])
+    with pytest.raises(ValueError, match=message):
+        KFAC(model, nn.MSELoss(), **settings)
+    assert_no_hooks(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LevenbergMarquardt(lambda_=-1.0), "λ.*-1.0"),
+        (lambda: LevenbergMarquardt(interval=0), "interval.*0"),
+        (lambda: LevenbergMarquardt(decay=1.1), "decay.*1.1"),
+        (lambda: FixedDamping(float("inf")), "λ.*inf"),
+        (lambda: FixedGamma(-0.5), "γ.*-0.5"),
+        (lambda: GammaSearch(interval=0), "interval.*0"),
+        (lambda: GammaSearch(factor=1.0), "factor.*1.0"),
+        (lambda: GammaSearch(minimum=2.0, maximum=1.0), "2.0 and 1.0"),
+        (lambda: GammaSearch(maximum=-1.0), "maximum.*-1.0"),
+        (lambda: GammaSearch(criterion="loss"), "criterion.*'loss'"),
+        (lambda: SampledFisher(samples=0), "sample.*0"),
+        (lambda: SampledFisher(ema_decay=1.0), "ema_decay.*1.0"),
+        (lambda: FactoredTikhonov(norm="nuclear"), "norm.*'nuclear'"),
+        (lambda: BlockTridiagonalInverse(solver="qr"), "solver.*'qr'"),
+        (lambda: BlockTridiagonalInverse(tikhonov=ExactTikhonov()), "FactoredTikhonov only"),
+        (lambda: BlockDiagonalInverse(ExactTikhonov(), low_rank=True), "ExactTikhonov has none"),
+    ],
+)
+def test_values_that_make_no_sense(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

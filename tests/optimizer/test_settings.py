@@ -1,0 +1,318 @@
+"""Every alternative, as a run against the pseudocode with the same alternative."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import kronfac
+from kronfac import (
+    KFAC,
+    BlockDiagonalInverse,
+    BlockTridiagonalInverse,
+    ExactFisher,
+    ExactTikhonov,
+    FixedDamping,
+    FixedGamma,
+    GammaSearch,
+    LevenbergMarquardt,
+    QuadraticModel,
+    RawStep,
+    SampledFisher,
+    TiedGamma,
+)
+from tests.conftest import mlp, normal
+from tests.optimizer.pseudocode import Pseudocode, low_rank_is_cheaper
+from tests.optimizer.runs import agree, targets_for
+from tests.reference import dense
+
+LOSS = nn.MSELoss(reduction="sum")
+STEPS = 13
+# T₁ = 2, T₂ = 6, T₃ = 3 unless a setting says otherwise.
+OURS = {
+    "weight_decay": 1e-2,
+    "fisher": "exact",
+    "damping": LevenbergMarquardt(lambda_=0.5, interval=2),
+    "gamma": GammaSearch(interval=6),
+    "inverse_interval": 3,
+}
+THEIRS = {"eta": 1e-2, "lambda_": 0.5, "T1": 2, "T2": 6, "T3": 3, "gamma_min": 0.1}
+
+
+def data(step: int, loss: nn.Module = LOSS, cases: int = 15) -> tuple[Tensor, Tensor]:
+    x = normal(cases, 4, seed=50 + step)
+    return x, targets_for(loss, mlp([4, 3], seed=9, gain=2.0)(x).detach(), seed=step)
+
+
+# Our setting, and the pseudocode's.
+SETTINGS = {
+    # Not re-scaled, an update needs much damping; with less the run diverges, rounding first.
+    "raw": (
+        {"step_size": RawStep(), "gamma": FixedGamma(6.0)},
+        {"raw_alpha": 1.0, "gamma": 6.0, "T2": None},
+    ),
+    "raw_half": (
+        {"step_size": RawStep(alpha=0.5), "gamma": FixedGamma(4.0)},
+        {"raw_alpha": 0.5, "gamma": 4.0, "T2": None},
+    ),
+    "no_momentum": ({"step_size": QuadraticModel(momentum=False)}, {"momentum": False}),
+    "fixed_gamma": ({"gamma": FixedGamma(0.7)}, {"gamma": 0.7, "T2": None}),
+    "first_gamma": ({"gamma": FixedGamma()}, {"T2": None}),
+    "tied_gamma": ({"gamma": TiedGamma()}, {"tied": True}),
+    "fixed_lambda": ({"damping": FixedDamping(0.3)}, {"lambda_": 0.3, "T1": None}),
+    "no_lambda": (
+        {"damping": FixedDamping(0.0), "gamma": FixedGamma(0.4)},
+        {"lambda_": 0.0, "T1": None, "gamma": 0.4, "T2": None},
+    ),
+    "by_model": ({"gamma": GammaSearch(interval=2), "inverse_interval": 2}, {"T2": 2, "T3": 2}),
+    "by_objective": (
+        {"gamma": GammaSearch(interval=2, criterion="objective"), "inverse_interval": 2},
+        {"T2": 2, "T3": 2, "by_objective": True},
+    ),
+    "bounds": (
+        {"gamma": GammaSearch(interval=3, minimum=0.6, maximum=0.65)},
+        {"T2": 3, "gamma_min": 0.6, "gamma_max": 0.65},
+    ),
+    "exact_tikhonov": (
+        {"inverse": BlockDiagonalInverse(ExactTikhonov())},
+        {"exact_tikhonov": True},
+    ),
+    "equation_5": (
+        {"inverse": BlockDiagonalInverse(ExactTikhonov()), "gamma": TiedGamma()},
+        {"exact_tikhonov": True, "tied": True},
+    ),
+    "smith": ({"inverse": BlockTridiagonalInverse(solver="smith")}, {"tridiagonal": True}),
+    "class": ({"inverse": BlockTridiagonalInverse, "fisher": ExactFisher}, {"tridiagonal": True}),
+    "refresh_always": ({"inverse_interval": 1}, {"T3": 1}),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_equals_the_pseudocode_with_it(setting):
+    ours, theirs = SETTINGS[setting]
+    model = mlp([4, 5, 4, 3], seed=3)
+    optimizer = KFAC(model, LOSS, **OURS | ours)
+    expected = Pseudocode(model, LOSS, **THEIRS | theirs)
+    for step in range(STEPS):
+        agree(optimizer, expected, *data(step))
+
+
+def test_the_two_criteria_do_not_choose_the_same_gamma_here():
+    # Else the comparison above would not tell them apart.
+    chosen = []
+    for setting in ("by_model", "by_objective"):
+        optimizer = KFAC(mlp([4, 5, 4, 3], seed=3), LOSS, **OURS | SETTINGS[setting][0])
+        gammas = []
+        for step in range(STEPS):
+            optimizer.step(optimizer.closure(*data(step)))
+            gammas.append(optimizer.report.gamma)
+        chosen.append(gammas)
+    assert chosen[0] != chosen[1]
+
+
+# ----------------------------------------------------------------------------- where targets come from
+
+
+def score_moments(loss: nn.Module, z: Tensor, targets: list[Tensor], m: int) -> Tensor:
+    """c E[∇(−log r) ∇(−log r)ᵀ] of every case over several targets, from gradients of the loss.
+
+    The gradient of the loss over the mini-batch is c/m times the score.
+    """
+    scale = {"mean": 1.0, "sum": float(m)}[getattr(loss, "reduction", "mean")]
+    if isinstance(loss, (nn.MSELoss, nn.BCEWithLogitsLoss)) and loss.reduction == "mean":
+        scale /= z.shape[1]
+    K = torch.zeros(len(z), z.shape[1], z.shape[1], dtype=z.dtype)
+    for y in targets:
+        z = z.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(z, y), z)
+        score = gradient * m / scale
+        K += scale * score.unsqueeze(2) * score.unsqueeze(1) / len(targets)
+    return K
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.MSELoss(),
+        nn.MSELoss(reduction="sum"),
+        nn.BCEWithLogitsLoss(),
+        nn.CrossEntropyLoss(label_smoothing=0.2),
+        kronfac.Gaussian(variance=0.4),
+        kronfac.Bernoulli(),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tridiagonal", [False, True])
+def test_the_empirical_fisher(loss, tridiagonal):
+    model = mlp([4, 5, 4, 3], seed=3)
+    inverse = "block_tridiagonal" if tridiagonal else "block_diagonal"
+    optimizer = KFAC(model, loss, **OURS | {"fisher": "empirical", "inverse": inverse})
+    expected = Pseudocode(model, loss, tridiagonal=tridiagonal, **THEIRS)
+    for step in range(7):
+        x, y = data(step, loss)
+        K = score_moments(loss, expected.model(x), [y], len(x))
+        agree(optimizer, expected, x, y, K=K)
+
+
+def remembering(kind: type[kronfac.likelihoods.Likelihood]):
+    """A likelihood of this kind that keeps the targets it drew."""
+
+    class Remembering(kind):
+        drawn: list[Tensor]
+
+        def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+            y = super().sample(outputs, noise)
+            self.drawn.append(y)
+            return y
+
+    loss = Remembering()
+    loss.drawn = []
+    return loss
+
+
+@pytest.mark.parametrize("kind", [kronfac.Gaussian, kronfac.Bernoulli, kronfac.Categorical])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_sampled_targets_enter_as_their_mean(kind, samples):
+    loss = remembering(kind)
+    model = mlp([4, 5, 4, 3], seed=3)
+    fisher = SampledFisher(samples=samples, seed=8)
+    optimizer = KFAC(model, loss, **OURS | {"fisher": fisher, "statistics_fraction": 0.5})
+    expected = Pseudocode(model, loss, tau1=0.5, **THEIRS)
+    for step in range(7):
+        x, y = data(step, loss)
+        loss.drawn.clear()
+        # The pseudocode needs the targets that our step is going to draw: a rehearsal finds them.
+        rehearse(optimizer, x, y)
+        assert len(loss.drawn) == samples
+        z = expected.model(x[:8])
+        K = score_moments(kind(), z, list(loss.drawn), len(z))
+        agree(optimizer, expected, x, y, K=K)
+
+
+def rehearse(optimizer: KFAC, x: Tensor, y: Tensor) -> None:
+    """Take a step and take it back."""
+    parameters = {name: p.detach().clone() for name, p in optimizer.model.named_parameters()}
+    state = optimizer.state_dict()
+    optimizer.step(optimizer.closure(x, y))
+    optimizer.model.load_state_dict(parameters)
+    optimizer.load_state_dict(state)
+
+
+# ------------------------------------------------------------------------------------ the low-rank route
+
+
+WIDTHS = [4, 9, 9, 3]
+FEW = 3  # cases, fewer than most layers are wide
+
+
+def test_the_low_rank_route_is_taken_by_some_layers_and_not_by_others():
+    taken = [low_rank_is_cheaper(*shape, FEW) for shape in dense.shapes(mlp(WIDTHS))]
+    assert taken == [True, True, False]
+
+
+def test_without_weight_decay_the_low_rank_route_is_the_plain_one():
+    optimizers = [
+        KFAC(
+            mlp(WIDTHS, seed=3),
+            LOSS,
+            **OURS | {"weight_decay": 0.0, "inverse": BlockDiagonalInverse(low_rank=low_rank)},
+        )
+        for low_rank in (False, True)
+    ]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.step(optimizer.closure(*data(step, cases=FEW)))
+        assert_close(
+            dense.theta(optimizers[1].model),
+            dense.theta(optimizers[0].model),
+            rtol=1e-8,
+            atol=1e-10,
+        )
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_with_weight_decay_its_part_is_that_of_the_last_refresh(chunk):
+    model = mlp(WIDTHS, seed=3)
+    inverse = BlockDiagonalInverse(low_rank=True)
+    optimizer = KFAC(model, LOSS, **OURS | {"weight_decay": 0.2, "inverse": inverse})
+    expected = Pseudocode(
+        model, LOSS, **THEIRS | {"eta": 0.2, "low_rank": True, "gamma_min": math.sqrt(0.2)}
+    )
+    plain = Pseudocode(model, LOSS, **THEIRS | {"eta": 0.2, "gamma_min": math.sqrt(0.2)})
+    for step in range(STEPS):
+        x, y = data(step, cases=FEW)
+        agree(optimizer, expected, x, y, optimizer.closure(x, y, chunk=chunk))
+        plain.step(x, y)
+    # That it was stale in between shows in the result.
+    difference = dense.theta(plain.model) - dense.theta(expected.model)
+    assert difference.abs().max() > 1e-4
+
+
+# ------------------------------------------------------------------------------------------ presets
+
+
+def test_the_papers_constants():
+    # The table and "The step" of the notes on the authors' program, typed in.
+    settings = kronfac.presets.paper()
+    assert settings["damping"].lambda_ == 150
+    assert settings["damping"].interval == 5
+    assert settings["damping"].updated(1.0, rho=0.9) == pytest.approx(0.77378094, rel=1e-7)  # 0.95⁵
+    assert settings["damping"].updated(1.0, rho=0.1) == pytest.approx(1.29235544, rel=1e-7)
+    assert settings["gamma"].interval == 20
+    assert settings["gamma"].criterion == "model"
+    assert settings["step_size"].momentum is True
+    assert settings["inverse_interval"] == 20
+    assert settings["statistics_fraction"] == 0.125
+    assert settings["fisher_fraction"] == 0.25
+    # Of the method itself, not of the experiments.
+    optimizer = KFAC(mlp([4, 3]), kronfac.Bernoulli(), weight_decay=1e-5, **settings)
+    assert optimizer.settings.fisher == SampledFisher(samples=1, ema_decay=0.95)
+    assert optimizer.settings.inverse == BlockDiagonalInverse(low_rank=False)
+    assert optimizer.state_dict()["kfac"]["gamma"] == pytest.approx(12.247449, rel=1e-6)
+
+
+def test_the_papers_gamma_follows_the_authors_log():
+    search = kronfac.presets.paper()["gamma"]
+    eta = 1e-5
+    gamma = math.sqrt(150 + eta)
+    assert search.candidates(19, gamma, 150.0, eta) == (gamma,)
+    # 12.247 at iterations 20 and 40, 7.333 at 60, 1.0 at 80, then a factor of 0.599 each time.
+    assert sorted(search.candidates(20, gamma, 150.0, eta)) == pytest.approx(
+        [1.0, 7.333, 12.247], rel=1e-4
+    )
+    assert sorted(search.candidates(60, 7.333, 20.0, eta)) == pytest.approx(
+        [1.0, 4.391, 7.333], rel=1e-3
+    )
+    assert sorted(search.candidates(80, 1.0, 2.0, eta)) == pytest.approx([0.599, 1.0], rel=1e-3)
+    # γ_min = √η = 0.003162.
+    assert sorted(search.candidates(400, 0.004, 1e-6, eta)) == pytest.approx(
+        [0.0031623, 0.004, 0.006681], rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("tridiagonal", [False, True])
+def test_the_papers_settings_equal_the_pseudocode(tridiagonal):
+    model = mlp([4, 5, 4, 3], seed=3)
+    loss = kronfac.Bernoulli()
+    inverse = "block_tridiagonal" if tridiagonal else "block_diagonal"
+    settings = kronfac.presets.paper() | {"inverse": inverse, "fisher": "exact"}
+    optimizer = KFAC(model, loss, weight_decay=1e-5, **settings)
+    expected = Pseudocode(
+        model,
+        loss,
+        tridiagonal=tridiagonal,
+        eta=1e-5,
+        lambda_=150,
+        T1=5,
+        T2=20,
+        T3=20,
+        tau1=0.125,
+        tau2=0.25,
+        gamma_min=math.sqrt(1e-5),
+        gamma_max=1.0,
+    )
+    for step in range(41):
+        agree(optimizer, expected, *data(step, loss, cases=17))
+    assert optimizer.report.lambda_ == pytest.approx(150 * 0.95**40, rel=1e-12)

@@ -1,0 +1,177 @@
+"""Saving and loading: a run that was interrupted is the run that was not."""
+
+import copy
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kronfac import KFAC, BlockDiagonalInverse, BlockTridiagonalInverse, ExactTikhonov
+from kronfac.errors import StateError
+from tests.conftest import mlp, normal
+from tests.optimizer.resume import CASES, DTYPES, LAST, SAVED_AT, advance, contents, new_run
+from tests.optimizer.runs import Snapshot, same
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def continued(tmp_path_factory):
+    """Every case saved at step 6 here and continued in one other process."""
+    directory = tmp_path_factory.mktemp("resume")
+    for case in CASES:
+        for dtype in DTYPES:
+            optimizer = new_run(case, dtype)
+            advance(optimizer, case, SAVED_AT)
+            torch.save(contents(optimizer), directory / f"{case}-{dtype}.saved")
+    command = [sys.executable, "-m", "tests.optimizer.resume", str(directory)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    return directory
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_continued_in_a_new_process_it_equals_the_uninterrupted_run(continued, case, dtype):
+    optimizer = new_run(case, dtype)
+    advance(optimizer, case, LAST)
+    resumed = torch.load(continued / f"{case}-{dtype}.continued", weights_only=True)
+    uninterrupted = contents(optimizer)
+    assert same(dict(resumed["model"]), dict(uninterrupted["model"]))
+    for key, value in uninterrupted["optimizer"]["kfac"].items():
+        assert same(resumed["optimizer"]["kfac"][key], value), key
+    assert same(resumed["optimizer"], uninterrupted["optimizer"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_dtypes_are_kept(continued, case, dtype):
+    saved = torch.load(continued / f"{case}-{dtype}.saved", weights_only=True)
+    optimizer = new_run(case, dtype)
+    optimizer.load_state_dict(saved["optimizer"])
+    loaded = optimizer.state_dict()
+    assert same(loaded, saved["optimizer"])
+    assert loaded["kfac"]["generator"].dtype == torch.uint8
+    assert loaded["kfac"]["factors"]["A"][0].dtype == DTYPES[dtype]
+    assert isinstance(loaded["kfac"]["lambda_"], float)
+
+
+def test_the_inverse_in_the_file_is_older_than_its_statistics(continued):
+    # Else the runs above would not show that it is carried over rather than computed again.
+    saved = torch.load(continued / "block_diagonal-float64.saved", weights_only=True)
+    kfac = saved["optimizer"]["kfac"]
+    A = kfac["factors"]["A"][0]
+    damping = torch.linalg.inv(kfac["inverse"]["blocks"][0]["A"]) - A
+    off_diagonal = damping - torch.diag(damping.diagonal())
+    assert off_diagonal.abs().max() > 1e-3 * A.diagonal().mean()
+
+
+def test_a_saved_state_does_not_follow_the_optimizer():
+    optimizer = new_run("decomposition", "float64")
+    advance(optimizer, "decomposition", 2)
+    saved = optimizer.state_dict()
+    kept = copy.deepcopy(saved)
+    advance(optimizer, "decomposition", 5)
+    assert same(saved, kept)
+
+    optimizer.load_state_dict(saved)
+    advance(optimizer, "decomposition", 5)
+    assert same(saved, kept)
+
+
+def test_a_state_from_before_the_first_step():
+    saved = new_run("decomposition", "float64").state_dict()
+    optimizer, other = (new_run("decomposition", "float64") for _ in range(2))
+    optimizer.load_state_dict(_through_a_file(saved))
+    for run in (optimizer, other):
+        advance(run, "decomposition", 4)
+    assert same(optimizer.state_dict(), other.state_dict())
+
+
+def test_weight_decay_comes_with_the_state():
+    optimizer = new_run("low_rank", "float64")
+    optimizer.param_groups[0]["weight_decay"] = 0.25
+    other = new_run("low_rank", "float64")
+    other.load_state_dict(_through_a_file(optimizer.state_dict()))
+    assert other.param_groups[0]["weight_decay"] == 0.25
+
+
+def _through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+# --------------------------------------------------------------------------- states that do not fit
+
+
+def _trained(
+    model: nn.Module | None = None, dtype: torch.dtype = torch.float64, **settings: Any
+) -> KFAC:
+    model = mlp([4, 5, 3], seed=3, dtype=dtype) if model is None else model
+    optimizer = KFAC(model, nn.MSELoss(), weight_decay=0.01, **settings)
+    dtype = next(model.parameters()).dtype
+    x, y = normal(9, 4, dtype=dtype), normal(9, 3, seed=1, dtype=dtype)
+    for _ in range(2):
+        optimizer.step(optimizer.closure(x, y))
+    return optimizer
+
+
+def _edited(state: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return state | {"kfac": state["kfac"] | changes}
+
+
+def _without(state: dict[str, Any], key: str) -> dict[str, Any]:
+    return state | {"kfac": {k: v for k, v in state["kfac"].items() if k != key}}
+
+
+def _named(*names: str) -> nn.Sequential:
+    """4-5-3 with these names for its layers."""
+    first, activation, second = mlp([4, 5, 3], seed=3)
+    model = nn.Sequential()
+    for name, module in zip((names[0], "tanh", names[1]), (first, activation, second), strict=True):
+        model.add_module(name, module)
+    return model
+
+
+UNFIT = {
+    "not a dict": (lambda: ["kfac"], "not the state_dict of a KFAC"),
+    "another optimizer's": (
+        lambda: torch.optim.Adam(mlp([4, 5, 3]).parameters()).state_dict(),
+        "no entry 'kfac'",
+    ),
+    "another version": (lambda: _edited(_trained().state_dict(), version=2), "version 1; got 2"),
+    "no version": (lambda: _without(_trained().state_dict(), "version"), "version"),
+    "other layers": (lambda: _trained(_named("a", "b")).state_dict(), r"\['a', 'b'\]"),
+    "more layers": (lambda: _trained(mlp([4, 5, 5, 3])).state_dict(), r"\['0', '2', '4'\]"),
+    "other widths": (lambda: _trained(mlp([4, 6, 3])).state_dict(), r"'0'.*\(6, 5\).*\(5, 5\)"),
+    "other inverse": (
+        lambda: _trained(inverse=BlockTridiagonalInverse).state_dict(),
+        "saved with BlockTridiagonalInverse",
+    ),
+    "other damping form": (
+        lambda: _trained(inverse=BlockDiagonalInverse(tikhonov=ExactTikhonov())).state_dict(),
+        "ExactTikhonov",
+    ),
+    "nothing inside": (lambda: {"kfac": None, "weight_decay": 0.0}, "state"),
+    "no factors": (lambda: _without(_trained().state_dict(), "factors"), "factors"),
+    "no generator": (lambda: _without(_trained().state_dict(), "generator"), "generator"),
+    "no weight decay": (lambda: {"kfac": _trained().state_dict()["kfac"]}, "weight_decay"),
+    "other dtype": (lambda: _trained(dtype=torch.float32).state_dict(), "float32"),
+}
+
+
+@pytest.mark.parametrize("unfit", UNFIT)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(unfit):
+    make, message = UNFIT[unfit]
+    state = make()
+    optimizer = _trained()
+    before = Snapshot.of(optimizer)
+    with pytest.raises(StateError, match=message):
+        optimizer.load_state_dict(state)
+    before.assert_untouched(optimizer)

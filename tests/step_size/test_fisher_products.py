@@ -1,0 +1,121 @@
+"""uᵀFv from forward-mode products alone, against the dense Fisher."""
+
+import pytest
+import torch
+from torch import nn
+
+from kronfac.layers import find_layers
+from kronfac.likelihoods import Gaussian, objective_of
+from kronfac.step_size import fisher_gram
+from tests.conformance import assert_relative
+from tests.conftest import ACTIVATIONS, LIKELIHOODS, batch, mlp, normal, random_targets
+from tests.reference import dense
+
+WIDTHS = [4, 5, 3, 2]
+
+
+def vectors(model, count):
+    size = len(dense.theta(model))
+    return [normal(size, seed=seed) for seed in range(count)]
+
+
+@torch.no_grad()  # as in `KFAC.step`
+def gram_of(model, likelihood, x, flat, chunk=None, weight=1.0):
+    directions = [dense.unflatten(v, dense.shapes(model)) for v in flat]
+    outputs = model(x[:1]).numel()
+    rows = batch(x, outputs, chunk=chunk)
+    return fisher_gram(model, find_layers(model), likelihood, rows, weight, directions)
+
+
+def expected_gram(F, flat):
+    V = torch.stack(flat, dim=1)
+    return V.mT @ F @ V
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("chunk", [None, 5, 1])
+def test_gram_is_that_of_the_dense_fisher(likelihood, count, chunk):
+    model, x = mlp(WIDTHS), normal(12, 4)
+    flat = vectors(model, count)
+    gram = gram_of(model, LIKELIHOODS[likelihood](), x, flat, chunk)
+    F = dense.exact_fisher(model, x, likelihood)
+    assert gram.shape == (count, count)
+    assert torch.equal(gram, gram.mT)
+    assert_relative(gram, expected_gram(F, flat))
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [*ACTIVATIONS, lambda: nn.ReLU(inplace=True)],
+    ids=[*ACTIVATIONS, "relu_in_place"],
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_activations_and_biases(activation, bias):
+    model, x = mlp(WIDTHS, activation, bias), normal(12, 4)
+    plain = mlp(WIDTHS, activation if isinstance(activation, str) else "relu", bias)
+    flat = vectors(model, 2)
+    F = dense.exact_fisher(plain, x, "categorical")
+    assert_relative(gram_of(model, LIKELIHOODS["categorical"](), x, flat), expected_gram(F, flat))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("loss", "likelihood"),
+    [
+        (nn.MSELoss, "gaussian"),
+        (nn.BCEWithLogitsLoss, "bernoulli"),
+        (nn.CrossEntropyLoss, "categorical"),
+    ],
+)
+def test_gram_has_the_units_of_the_loss_module(loss, likelihood, reduction):
+    """For a network that is linear in θ the Gauss-Newton matrix is the Hessian of the module itself."""
+    model, x = mlp([4, 3]), normal(12, 4)
+    module = loss(reduction=reduction)
+    y = random_targets(model(x), likelihood)
+    hessian = torch.func.hessian(lambda t: module(dense.network_function(model, t, x), y))(
+        dense.theta(model)
+    )
+    objective = objective_of(module)
+    flat = vectors(model, 2)
+    weight = objective.case_weight(len(x), 3)
+    gram = gram_of(model, objective.likelihood, x, flat, chunk=5, weight=weight)
+    assert_relative(gram, expected_gram(hessian, flat))
+
+
+def test_frozen_layers_take_no_part():
+    model, x = mlp(WIDTHS), normal(12, 4)
+    F = dense.exact_fisher(model, x, "gaussian")
+    shapes = dense.shapes(model)
+    V = list(dense.unflatten(normal(len(F)), shapes))
+    model[2].requires_grad_(False)
+    kept = (V[0], V[2])
+    gram = fisher_gram(model, find_layers(model), Gaussian(), batch(x, 2), 1.0, [kept])
+    v = dense.flatten([V[0], torch.zeros_like(V[1]), V[2]])
+    assert_relative(gram, (v @ F @ v).reshape(1, 1))
+
+
+def test_outputs_with_more_dimensions():
+    model, x = mlp([4, 5, 6]), normal(12, 4)
+    shaped = nn.Sequential(model, nn.Unflatten(1, (2, 3)))
+    flat = vectors(model, 2)
+    F = dense.exact_fisher(model, x, "gaussian")
+    assert_relative(gram_of(shaped, Gaussian(), x, flat), expected_gram(F, flat))
+
+
+def test_float32_directions_give_a_float64_gram():
+    model, x = mlp(WIDTHS), normal(12, 4)
+    flat = vectors(model, 2)
+    single = gram_of(model.float(), Gaussian(), x.float(), [v.float() for v in flat])
+    assert single.dtype == torch.float64
+    F = dense.exact_fisher(mlp(WIDTHS), x, "gaussian")
+    assert_relative(single, expected_gram(F, flat), 1e-5)
+
+
+def test_nothing_is_left_behind():
+    model, x = mlp(WIDTHS), normal(12, 4)
+    before = dense.theta(model)
+    gram = gram_of(model, Gaussian(), x, vectors(model, 2))
+    assert not gram.requires_grad
+    assert torch.equal(dense.theta(model), before)
+    assert all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
