@@ -54,6 +54,9 @@ class MiniBatchClosure:
         self._keep_rows = keep_rows
         self.rows: tuple[Rows, ...] | None = None
         """Set by a call, where the low-rank route wants it [MG15 §8]."""
+        self.activations: dict[str, Tensor] | None = None
+        """Set by a call in one chunk: what the layers returned, for the Fisher products to reuse. In
+        several chunks they would make memory that of the mini-batch."""
 
     def __call__(self) -> Tensor:
         """The loss over the whole mini-batch; gradients are left in the parameters."""
@@ -65,14 +68,17 @@ class MiniBatchClosure:
             part = slice(start, start + self._chunk)
             targets = self._targets[part]
             with ExitStack() as stack:
-                captured = stack.enter_context(capture(self._layers)) if self._keep_rows else None
+                wanted = self._keep_rows or self._chunk >= cases
+                captured = stack.enter_context(capture(self._layers)) if wanted else None
                 outputs = self._model(*(arg[part] for arg in self._args))
                 loss = self._objective.module(outputs, targets)
             share = len(targets) / cases if self._objective.reduction == "mean" else 1.0
-            grads = _remember_grads(captured.outputs()) if captured else []
+            grads = _remember_grads(captured.outputs()) if captured and self._keep_rows else []
             (loss * share).backward()
             total = total + loss.detach() * share
-            if captured:
+            if captured and self._chunk >= cases:
+                self.activations = captured.activations()
+            if captured and self._keep_rows:
                 kept.append(
                     [
                         (layer.output_grads(g).flatten(0, 1), layer.inputs(x).flatten(0, 1))

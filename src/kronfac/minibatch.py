@@ -25,6 +25,8 @@ class Call:
     """Shape of what the model returned, rows first."""
     targets: Tensor | None = None
     """Shaped for the likelihood: (rows, outputs), or (rows,) for class indices."""
+    activations: dict[str, Tensor] | None = None
+    """What every layer returned in the closure's pass, by its name, where that was kept."""
 
     def first(self, rows: int) -> "Call":
         """The first rows of it: views, no copies."""
@@ -42,7 +44,28 @@ class Call:
             rows=rows,
             outputs=torch.Size((rows, *self.outputs[1:])),
             targets=None if self.targets is None else self.targets[:rows],
+            activations=self.activations and {n: s[:rows] for n, s in self.activations.items()},
         )
+
+    def repeated(self, times: int) -> "Call":
+        """The same rows several times over, one copy after the other."""
+        if times == 1:
+            return self
+
+        def repeat(leaf: Any) -> Any:
+            batched = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == self.rows
+            return torch.cat([leaf] * times) if batched else leaf
+
+        return Call(
+            args=pytree.tree_map(repeat, self.args),
+            kwargs=pytree.tree_map(repeat, self.kwargs),
+            rows=times * self.rows,
+            outputs=torch.Size((times * self.rows, *self.outputs[1:])),
+        )
+
+    def without_activations(self) -> "Call":
+        """The call as if the closure had kept nothing."""
+        return replace(self, activations=None)
 
     def run(self, model: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """The model's outputs (rows, outputs) on these inputs, with other parameters if given."""
@@ -71,6 +94,12 @@ class Batch:
     def outputs(self) -> int:
         """Outputs of a case."""
         return math.prod(self.calls[0].outputs[1:])
+
+    def with_activations(self, activations: dict[str, Tensor] | None) -> "Batch":
+        """What the layers returned in the closure's only call, if it was kept."""
+        if activations is None or len(self.calls) > 1:
+            return self
+        return replace(self, calls=(replace(self.calls[0], activations=activations),))
 
     def first(self, fraction: float) -> "Batch":
         """The first ⌈fraction · m⌉ cases, in the chunks in which they came.

@@ -187,10 +187,14 @@ class KFAC(torch.optim.Optimizer):
         with self._recorder.recording(), torch.enable_grad():
             returned = closure()
         batch = self._recorder.take()
+        rows = None
+        if isinstance(closure, MiniBatchClosure):
+            rows = closure.rows
+            batch = batch.with_activations(closure.activations)
+            closure.activations = None
         layers = self.layers
         if not self._chain_known:
             layers = chain_order(self._own_model, layers, batch.calls[0])
-        rows = closure.rows if isinstance(closure, MiniBatchClosure) else None
         if self.settings.inverse.low_rank and rows is None:
             raise ClosureError(
                 f"{self.settings.inverse!r} takes the gradient apart, so the pass has to be KFAC's "

@@ -288,20 +288,11 @@ class Update:
         with watch("step_size"):
             count = len(directions)
             seen = point.batch.seen_loss
-            inner_products = [
-                [_dot(u, v).reshape(1) for v in directions[: i + 1]]
-                for i, u in enumerate(directions)
-            ]
             # All that the host has to know, in the step's one synchronisation.
             numbers = torch.cat(
                 [
                     gram.reshape(-1),
-                    *(
-                        inner_products[max(i, j)][min(i, j)]
-                        for i in range(count)
-                        for j in range(count)
-                    ),
-                    *(_dot(point.gradient, v).reshape(1) for v in directions),
+                    _inner_products(directions, point.gradient),
                     point.loss.double().reshape(1),
                     (point.loss if seen is None else seen).double().reshape(1),
                     _health(factors).reshape(1),
@@ -311,11 +302,11 @@ class Update:
             if not bool(numbers.isfinite().all()):
                 _check_finite(point, factors, self.layers)
                 raise RefusedError("The curvature of the step is not finite.")
-            fisher, inner = numbers[: 2 * count**2].reshape(2, count, count)
-            r = numbers[2 * count**2 : -3]
+            fisher = numbers[: count**2].reshape(count, count)
+            inner, r = numbers[count**2 : -3].reshape(count + 1, count).split([count, 1])
             Q = fisher + (before.lambda_ + point.weight_decay) * inner
             precision = torch.finfo(point.gradient[0].dtype).eps
-            step = self.settings.step_size.solve(Q, r, precision)
+            step = self.settings.step_size.solve(Q, r[0], precision)
             if not math.isfinite(step.predicted_change):
                 raise RefusedError("The predicted change of the objective is not finite.")
             delta = _combine(directions, step.coefficients)
@@ -334,10 +325,9 @@ class Update:
     def _objective_change(self, point: Point, proposal: _Proposal) -> float:
         """h(θ + δ) − h(θ) on S′, weight decay included, by a forward pass [§6.5]."""
         batch, delta = point.batch, proposal.delta
-        theta = self._theta()
         if proposal.loss_seen:
             assert batch.seen_loss is not None
-            moved = self._parameters_at(theta, delta)
+            moved = self._parameters_at(delta)
             old = batch.seen_loss.double()
             new = torch.zeros((), dtype=torch.float64, device=old.device)
             for call in batch.calls:
@@ -346,31 +336,55 @@ class Update:
                 new = new + self.objective.total(outputs, call.targets, batch.cases).double()
         else:
             old, new = point.loss.double(), point.reevaluate(delta).double()
-        # η/2 (‖θ + δ‖² − ‖θ‖²) without the cancellation.
-        decay = point.weight_decay * (_dot(theta, delta) + _dot(delta, delta) / 2)
-        return float(new - old + decay)
+        change = new - old
+        if point.weight_decay:
+            # η/2 (‖θ + δ‖² − ‖θ‖²) without the cancellation.
+            change = change + point.weight_decay * (
+                _dot(self._theta(), delta) + _dot(delta, delta) / 2
+            )
+        return float(change)
 
     def _theta(self) -> Matrices:
         return tuple(layer.join(layer.parameters()) for layer in self.layers)
 
-    def _parameters_at(self, theta: Matrices, delta: Matrices) -> dict[str, Tensor]:
+    def _parameters_at(self, delta: Matrices) -> dict[str, Tensor]:
         """θ + δ by the parameters' names."""
         return {
-            name: part
-            for layer, W, V in zip(self.layers, theta, delta, strict=True)
-            for name, part in zip(layer.parameter_names(), layer.split(W + V), strict=True)
+            name: parameter + part
+            for layer, V in zip(self.layers, delta, strict=True)
+            for name, parameter, part in zip(
+                layer.parameter_names(), layer.parameters(), layer.split(V), strict=True
+            )
         }
 
 
+def _inner_products(directions: Sequence[Matrices], gradient: Matrices) -> Tensor:
+    """v_iᵀv_j and, in a last row, ∇hᵀv_j, flattened, in float64.
+
+    Layer by layer, all products of a layer in turn: they are bound by memory, and a layer's matrices
+    stay in the cache.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=gradient[0].device)
+    for *V, g in zip(*directions, gradient, strict=True):
+        rows = [v.reshape(-1) for v in (*V, g)]
+        lower = [
+            [torch.dot(rows[i], rows[j]) for j in range(min(i + 1, len(V)))]
+            for i in range(len(rows))
+        ]
+        products = [lower[max(i, j)][min(i, j)] for i in range(len(rows)) for j in range(len(V))]
+        total = total + torch.stack(products).double()
+    return total
+
+
 def _dot(u: Matrices, v: Matrices) -> Tensor:
-    """uᵀv in float64, layer by layer."""
+    """uᵀv in float64."""
     parts = [torch.dot(a.reshape(-1), b.reshape(-1)).double() for a, b in zip(u, v, strict=True)]
     return torch.stack(parts).sum()
 
 
 def _combine(directions: Sequence[Matrices], coefficients: Sequence[float]) -> Matrices:
-    """Σ_j c_j v_j."""
-    total = [V * coefficients[0] for V in directions[0]]
+    """Σ_j c_j v_j, in the memory of the first direction."""
+    total = [V.mul_(coefficients[0]) for V in directions[0]]
     for direction, c in zip(directions[1:], coefficients[1:], strict=True):
         for V, W in zip(total, direction, strict=True):
             V.add_(W, alpha=c)

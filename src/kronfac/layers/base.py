@@ -5,7 +5,7 @@ weights; it is 1 for a Linear on a batch of vectors.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -44,6 +44,18 @@ class Layer(ABC):
     @abstractmethod
     def split(self, V: Tensor) -> list[Tensor]:
         """Tensors shaped like the parameters from V, views where possible."""
+
+    @abstractmethod
+    def tangents(self, x: Tensor, directions: Sequence[Tensor]) -> Tensor:
+        """V ā for every direction V, (k, rows, out), a new tensor."""
+
+    @abstractmethod
+    def weight_transposed(self) -> Tensor:
+        """W without the bias, (in, out): what multiplies the rows of an input's tangent."""
+
+    @abstractmethod
+    def module_forward(self, x: Tensor) -> Tensor:
+        """The module's output by its class's own forward function, also while that is replaced."""
 
     @property
     @abstractmethod

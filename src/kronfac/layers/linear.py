@@ -1,9 +1,10 @@
 """nn.Linear: s = W a + b = [W b] [a; 1]."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kronfac.errors import UnsupportedModelError
 from kronfac.layers.base import Layer
@@ -40,6 +41,23 @@ class LinearLayer(Layer):
 
     def split(self, V: Tensor) -> list[Tensor]:
         return [V[:, :-1], V[:, -1]] if self.has_bias else [V]
+
+    def tangents(self, x: Tensor, directions: Sequence[Tensor]) -> Tensor:
+        x = self._vectors(x, "inputs")
+        products = x.new_empty(len(directions), len(x), self.module.out_features)
+        for product, V in zip(products, directions, strict=True):
+            weight, *bias = self.split(V)
+            if bias:
+                torch.addmm(bias[0], x, weight.mT, out=product)
+            else:
+                torch.mm(x, weight.mT, out=product)
+        return products
+
+    def weight_transposed(self) -> Tensor:
+        return self.module.weight.detach().mT
+
+    def module_forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.module.weight, self.module.bias)
 
     @property
     def shape(self) -> tuple[int, int]:

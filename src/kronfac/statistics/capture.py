@@ -17,20 +17,17 @@ class Captured:
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
         self._seen: dict[int, tuple[Tensor, GradientEdge]] = {}
+        self._returned: dict[str, tuple[Tensor, int]] = {}
 
-    def record(self, index: int, x: Tensor, outputs: GradientEdge) -> None:
+    def record(self, index: int, x: Tensor, outputs: Tensor) -> None:
         """Remember the one call of layer `index`."""
         if index in self._seen:
             raise UnsupportedModelError(
                 f"KFAC needs every layer to be used once in a forward pass; layer "
                 f"{self._layers[index].name!r} was used twice. Weight sharing is not supported yet."
             )
-        self._seen[index] = (x, outputs)
-
-    @property
-    def order(self) -> list[int]:
-        """Indices of the layers in the order in which they were called."""
-        return list(self._seen)
+        self._seen[index] = (x, get_gradient_edge(outputs))
+        self._returned[self._layers[index].name] = (outputs.detach(), outputs._version)
 
     def inputs(self) -> list[Tensor]:
         """What each layer was called with, in the layers' order."""
@@ -42,6 +39,13 @@ class Captured:
         Edges, not tensors: an activation may overwrite s_i, after which the tensor stands for a_i.
         """
         return [self._get(i)[1] for i in range(len(self._layers))]
+
+    def activations(self) -> dict[str, Tensor] | None:
+        """What each layer returned, by its name; None if one was not called or was overwritten."""
+        intact = all(s._version == version for s, version in self._returned.values())
+        if not intact or len(self._returned) < len(self._layers):
+            return None
+        return {name: s for name, (s, _) in self._returned.items()}
 
     def _get(self, index: int) -> tuple[Tensor, GradientEdge]:
         if index not in self._seen:
@@ -59,7 +63,7 @@ def capture(layers: Sequence[Layer]) -> Iterator[Captured]:
 
     def recorder(index: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], outputs: Tensor) -> None:
-            captured.record(index, args[0].detach(), get_gradient_edge(outputs))
+            captured.record(index, args[0].detach(), outputs)
 
         return hook
 

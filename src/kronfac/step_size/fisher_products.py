@@ -2,12 +2,20 @@
 
 F = c E[Jᵀ F_R J], so uᵀFv = c E[(Ju)ᵀ F_R (Jv)]: one forward-mode pass that carries all directions
 along, and no backward pass.
+
+The pass runs the model on dual numbers whose rows are repeated, once a direction. Layers are replaced
+while it lasts: a layer needs its own product W a for one of the copies only, and not at all where the
+closure's pass has left it, and gives every copy the tangent W ȧ + V ā of its direction V. What lies
+between the layers is differentiated by torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules.dropout import _DropoutNd
 
 from kronfac.layers import Layer, Matrices
 from kronfac.likelihoods import Likelihood
@@ -23,35 +31,78 @@ def fisher_gram(
     directions: Sequence[Matrices],
 ) -> Tensor:
     """The matrix of v_iᵀ F v_j for all pairs of directions, (k, k), float64, on the device."""
-    parameters, tangents = {}, {}
-    for i, layer in enumerate(layers):
-        split = [layer.split(V[i]) for V in directions]
-        for j, name in enumerate(layer.parameter_names()):
-            parameters[name] = layer.parameters()[j].detach()
-            tangents[name] = torch.stack([parts[j] for parts in split])
-    gram = torch.zeros(
-        len(directions), len(directions), dtype=torch.float64, device=directions[0][0].device
-    )
+    count = len(directions)
+    gram = torch.zeros(count, count, dtype=torch.float64, device=directions[0][0].device)
     for call in rows.calls:
-        outputs, Jv = _outputs_and_tangents(model, call, parameters, tangents)
+        outputs, Jv = pushforward(model, layers, call, directions)
         FJv = likelihood.fisher_product(outputs, Jv)
-        gram += torch.einsum("ico,jco->ij", Jv, FJv).double()
+        gram += (Jv.flatten(1) @ FJv.flatten(1).mT).double()
     # Symmetric up to rounding: F_R is applied to one side only.
     return (gram + gram.mT) * (case_weight / (2 * rows.cases))
 
 
-def _outputs_and_tangents(
-    model: nn.Module, call: Call, parameters: dict[str, Tensor], tangents: dict[str, Tensor]
+@torch.no_grad()
+def pushforward(
+    model: nn.Module, layers: Sequence[Layer], call: Call, directions: Sequence[Matrices]
 ) -> tuple[Tensor, Tensor]:
     """f(x, θ) (rows, outputs) and J v for every direction (k, rows, outputs)."""
+    if not _draws_masks(model):
+        return _dual_pass(model, layers, call, directions)
+    # Every direction has to see the same masks: one pass each, from the same random state. What the
+    # closure's pass left has other masks.
+    call = call.without_activations()
+    with torch.random.fork_rng():
+        start = torch.get_rng_state()
+        tangents = []
+        for direction in directions:
+            torch.set_rng_state(start)
+            outputs, Jv = _dual_pass(model, layers, call, [direction])
+            tangents.append(Jv)
+    return outputs, torch.cat(tangents)
 
-    def forward(values: dict[str, Tensor]) -> Tensor:
-        return call.run(model, values)
 
-    def pushforward(direction: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        primal, tangent, *_ = torch.func.jvp(forward, (parameters,), (direction,))
-        return primal, tangent
+def _draws_masks(model: nn.Module) -> bool:
+    return any(isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in model.modules())
 
-    # The primal pass does not depend on the direction, so vmap runs it once for all.
-    outputs, Jv = torch.func.vmap(pushforward, out_dims=(None, 0), randomness="same")(tangents)  # type: ignore[arg-type]
-    return outputs.detach(), Jv.detach()
+
+def _dual_pass(
+    model: nn.Module, layers: Sequence[Layer], call: Call, directions: Sequence[Matrices]
+) -> tuple[Tensor, Tensor]:
+    forwards = [
+        _dual_forward(layer, [V[i] for V in directions], call) for i, layer in enumerate(layers)
+    ]
+    with forward_ad.dual_level(), _replaced(layers, forwards):
+        dual = call.repeated(len(directions)).run(model)
+        outputs, tangents = forward_ad.unpack_dual(dual)
+    assert tangents is not None
+    return outputs[: call.rows], tangents.view(len(directions), call.rows, -1)
+
+
+def _dual_forward(layer: Layer, V: Sequence[Tensor], call: Call) -> Callable[[Tensor], Tensor]:
+    """What stands in for the layer: s and its tangents W ȧ + V ā, for every copy of the rows."""
+
+    def forward(x: Tensor) -> Tensor:
+        a, a_dot = forward_ad.unpack_dual(x)
+        a = a[: call.rows]
+        s = layer.module_forward(a) if call.activations is None else call.activations[layer.name]
+        tangents = layer.tangents(a, V)
+        if a_dot is not None:
+            tangents.flatten(0, 1).addmm_(a_dot, layer.weight_transposed())
+        dual: Tensor = forward_ad.make_dual(s.repeat(len(V), 1), tangents.flatten(0, 1))
+        return dual
+
+    return forward
+
+
+@contextmanager
+def _replaced(
+    layers: Sequence[Layer], forwards: Sequence[Callable[[Tensor], Tensor]]
+) -> Iterator[None]:
+    """The layers' modules with other forward functions, while this context lasts."""
+    try:
+        for layer, forward in zip(layers, forwards, strict=True):
+            layer.module.forward = forward
+        yield
+    finally:
+        for layer in layers:
+            layer.module.__dict__.pop("forward", None)
