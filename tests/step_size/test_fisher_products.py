@@ -6,6 +6,7 @@ from torch import nn
 
 from kronfac.layers import find_layers
 from kronfac.likelihoods import Gaussian, objective_of
+from kronfac.statistics import capture
 from kronfac.step_size import fisher_gram
 from tests.conformance import assert_relative
 from tests.conftest import ACTIVATIONS, LIKELIHOODS, batch, mlp, normal, random_targets
@@ -119,3 +120,70 @@ def test_nothing_is_left_behind():
     assert not gram.requires_grad
     assert torch.equal(dense.theta(model), before)
     assert all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "relu"])
+def test_what_the_closures_pass_left_saves_work_and_changes_nothing(activation):
+    """With the layers' outputs at hand, the pass makes no product W a of its own."""
+    model, x = mlp(WIDTHS, activation), normal(12, 4)
+    layers, flat = find_layers(model), vectors(model, 2)
+    with torch.no_grad(), capture(layers) as captured:
+        for p in model.parameters():
+            p.requires_grad_()
+        with torch.enable_grad():
+            model(x)
+    kept = batch(x, 2).with_activations(captured.activations())
+    directions = [dense.unflatten(v, dense.shapes(model)) for v in flat]
+    args = (model, layers, LIKELIHOODS["bernoulli"]())
+    for fraction in (1.0, 0.5):
+        plain, reused = (
+            fisher_gram(*args, rows.first(fraction), 1.0, directions)
+            for rows in (batch(x, 2), kept)
+        )
+        assert_relative(reused, plain)
+    # They are really used: with others in their place the result is another.
+    wrong = {name: s + 1 for name, s in captured.activations().items()}
+    assert not torch.allclose(
+        fisher_gram(*args, batch(x, 2).with_activations(wrong), 1.0, directions),
+        fisher_gram(*args, batch(x, 2), 1.0, directions),
+    )
+
+
+def test_activations_that_were_overwritten_are_not_kept():
+    model = mlp(WIDTHS, lambda: nn.ReLU(inplace=True))
+    with capture(find_layers(model)) as captured:
+        model(normal(12, 4))
+    assert captured.activations() is None
+
+
+def test_directions_see_the_same_dropout_masks():
+    """Then the Gram matrix of v, v and 2v is that of one number, to rounding; the RNG is restored."""
+    model = nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Dropout(0.5), nn.Linear(20, 3)).double()
+    V = (normal(20, 5, seed=1), normal(3, 21, seed=2))
+    directions = [V, V, tuple(2 * v for v in V)]
+    rows = batch(normal(12, 4), 3)
+    before = torch.get_rng_state()
+    gram = fisher_gram(model, find_layers(model), Gaussian(), rows, 1.0, directions)
+    assert torch.equal(torch.get_rng_state(), before)
+    pattern = torch.tensor([[1, 1, 2], [1, 1, 2], [2, 2, 4]], dtype=torch.float64)
+    assert_relative(gram, gram[0, 0] * pattern)
+
+
+def test_layers_get_their_own_forward_back():
+    """Also when the model raises in the middle of the pass."""
+
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise RuntimeError("broken")
+
+    model = nn.Sequential(nn.Linear(4, 3), Broken()).double()
+    with pytest.raises(RuntimeError, match="broken"):
+        gram_of_rows(model)
+    assert "forward" not in model[0].__dict__
+
+
+def gram_of_rows(model):
+    directions = [(normal(3, 5),)]
+    return fisher_gram(
+        model, find_layers(model), Gaussian(), batch(normal(6, 4), 3), 1.0, directions
+    )

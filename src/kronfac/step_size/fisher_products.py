@@ -48,14 +48,15 @@ def pushforward(
     """f(x, θ) (rows, outputs) and J v for every direction (k, rows, outputs)."""
     if not _draws_masks(model):
         return _dual_pass(model, layers, call, directions)
-    # Every direction has to see the same masks: one pass each, from the same random state. What the
-    # closure's pass left has other masks.
+    # Every direction has to see the same masks: one pass each, from the same seed. What the closure's
+    # pass left has other masks.
     call = call.without_activations()
-    with torch.random.fork_rng():
-        start = torch.get_rng_state()
+    device = directions[0][0].device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        seed = int(torch.randint(2**31, ()))
         tangents = []
         for direction in directions:
-            torch.set_rng_state(start)
+            torch.manual_seed(seed)
             outputs, Jv = _dual_pass(model, layers, call, [direction])
             tangents.append(Jv)
     return outputs, torch.cat(tangents)
