@@ -16,6 +16,7 @@ from kronfac.errors import ClosureError, StateError
 from kronfac.inverses import ApproximateInverse, BlockDiagonalInverse, BlockTridiagonalInverse
 from kronfac.layers import Layer, Matrices, find_layers
 from kronfac.likelihoods import objective_of
+from kronfac.proposal import Network, Point, RefusedError
 from kronfac.report import Event, StepReport, Stopwatch
 from kronfac.state import State
 from kronfac.statistics import (
@@ -34,7 +35,7 @@ from kronfac.step_size import (
     QuadraticModel,
     StepRule,
 )
-from kronfac.update import Point, RefusedError, Settings, Transition, Update
+from kronfac.update import Settings, Transition, Update
 
 _INVERSES: dict[str, type[ApproximateInverse]] = {
     "block_diagonal": BlockDiagonalInverse,
@@ -144,7 +145,7 @@ class KFAC(torch.optim.Optimizer):
         watch = Stopwatch()
         with watch("gradient"):
             returned, layers, point = self._evaluate(closure)
-        update = Update(self._own_model, layers, self.objective, self.settings)
+        update = Update(Network(self._own_model, layers, self.objective), self.settings)
         try:
             transition = update(point, self._state, watch)
         except RefusedError as refusal:

@@ -5,35 +5,30 @@ commit or to drop.
 """
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kronfac.closure import Rows
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.factors import KroneckerFactors, ema_decay
 from kronfac.inverses import ApproximateInverse, DampedInverse
-from kronfac.inverses.block_diagonal import DampedBlockDiagonal
-from kronfac.layers import Layer, Matrices
-from kronfac.likelihoods import Objective
-from kronfac.minibatch import Batch
+from kronfac.layers import Matrices
+from kronfac.proposal import (
+    Network,
+    Point,
+    Proposal,
+    check_finite,
+    objective_change,
+    propose,
+)
 from kronfac.report import Event, StepReport, Stopwatch
 from kronfac.state import State
 from kronfac.statistics import Fisher, estimate
-from kronfac.step_size import DampingRule, GammaRule, Step, StepRule, fisher_gram
+from kronfac.step_size import DampingRule, GammaRule, StepRule
 
 # The statistics change fastest in the first iterations, so the inverse is fresh in each [MG15 §9].
 FIRST_REFRESHES = 3
-# Relative difference, in ε of the parameters' dtype, between the loss that a closure returned and the
-# loss of the rows it used above which the closure computes something that K-FAC cannot see. Both are
-# of the same pass: only the summation over micro-batches differs.
-LOSS_TOLERANCE = 64
-
-
-class RefusedError(Exception):
-    """This step must not be taken."""
 
 
 @dataclass(frozen=True)
@@ -60,22 +55,6 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Point:
-    """What the closure found at θ."""
-
-    loss: Tensor
-    """As the closure returned it."""
-    gradient: Matrices
-    """Of h, weight decay included."""
-    weight_decay: float
-    batch: Batch
-    reevaluate: Callable[[Matrices], Tensor]
-    """The loss at θ + δ by calling the closure there, for losses that K-FAC cannot see."""
-    rows: tuple[Rows, ...] | None = None
-    """The gradient in factors, for the low-rank route."""
-
-
-@dataclass(frozen=True)
 class Transition:
     """A step, computed and not yet taken."""
 
@@ -85,26 +64,10 @@ class Transition:
 
 
 @dataclass(frozen=True)
-class _Proposal:
-    """One candidate γ, carried through to the step that it leads to."""
-
-    gamma: float
-    inverse: DampedInverse
-    decayed: Matrices | None
-    step: Step
-    delta: Matrices
-    loss: float
-    loss_seen: bool
-    change: float | None = None  # h(θ + δ) − h(θ), where it was judged by that
-
-
-@dataclass(frozen=True)
 class Update:
     """The computation of a step for one network."""
 
-    model: nn.Module
-    layers: Sequence[Layer]
-    objective: Objective
+    network: Network
     settings: Settings
 
     def __call__(self, point: Point, before: State, watch: Stopwatch) -> Transition:
@@ -132,7 +95,7 @@ class Update:
             with watch("reduction_ratio"):
                 change = best.change
                 if change is None:
-                    change = self._objective_change(point, best)
+                    change = objective_change(self.network, point, best)
             rho = change / best.step.predicted_change
             lambda_ = settings.damping.updated(lambda_, rho)
         alpha, *mu = best.step.coefficients
@@ -163,9 +126,6 @@ class Update:
             ),
         )
 
-    def _case_weight(self, batch: Batch) -> float:
-        return self.objective.case_weight(batch.cases, batch.outputs)
-
     def _updated_factors(
         self, point: Point, before: State, k: int
     ) -> tuple[KroneckerFactors, Tensor]:
@@ -174,11 +134,11 @@ class Update:
         generator.set_state(before.generator)
         fisher = self.settings.fisher
         factors = estimate(
-            self.model,
-            self.layers,
-            self.objective,
+            self.network.model,
+            self.network.layers,
+            self.network.objective,
             point.batch.first(self.settings.statistics_fraction),
-            self._case_weight(point.batch),
+            self.network.case_weight(point.batch),
             fisher,
             generator,
             self.settings.inverse.needs_neighbours,
@@ -194,14 +154,29 @@ class Update:
         factors: KroneckerFactors,
         watch: Stopwatch,
         events: list[Event],
-    ) -> _Proposal:
+    ) -> Proposal:
         """The proposal with the lowest M(δ), or h(θ + δ), among the candidates for γ [§6.6]."""
         k = before.iteration + 1
         settings = self.settings
         stale = before.inverse
+
+        def proposed(gamma: float, inverse: DampedInverse, decayed: Matrices | None) -> Proposal:
+            return propose(
+                self.network,
+                point,
+                before,
+                factors,
+                gamma,
+                inverse,
+                decayed,
+                settings.step_size,
+                settings.fisher_fraction,
+                watch,
+            )
+
         if stale is not None and k > FIRST_REFRESHES and k % settings.inverse_interval:
-            return self._propose(point, before, factors, before.gamma, stale, before.decayed, watch)
-        best: _Proposal | None = None
+            return proposed(before.gamma, stale, before.decayed)
+        best: Proposal | None = None
         failure: Exception | None = None
         candidates = settings.gamma.candidates(k, before.gamma, before.lambda_, point.weight_decay)
         try:
@@ -218,28 +193,28 @@ class Update:
                 failure = error
                 events.append(Event("candidate_failed", f"γ = {gamma:.4g}: {error}"))
                 continue
-            proposal = self._propose(point, before, factors, gamma, damped, decayed, watch)
+            proposal = proposed(gamma, damped, decayed)
             best = self._better(point, best, proposal, len(candidates) > 1, watch)
         if best is not None:
             return best
         assert failure is not None
-        _check_finite(point, factors, self.layers)
+        check_finite(point, factors, self.network.layers)
         if stale is None:
             raise failure
         events.append(Event("refresh_failed", f"The inverse stays as it was: {failure}"))
-        return self._propose(point, before, factors, before.gamma, stale, before.decayed, watch)
+        return proposed(before.gamma, stale, before.decayed)
 
     def _better(
         self,
         point: Point,
-        best: _Proposal | None,
-        proposal: _Proposal,
+        best: Proposal | None,
+        proposal: Proposal,
         searching: bool,
         watch: Stopwatch,
-    ) -> _Proposal:
+    ) -> Proposal:
         if searching and self.settings.gamma.criterion == "objective":
             with watch("reduction_ratio"):
-                change = self._objective_change(point, proposal)
+                change = objective_change(self.network, point, proposal)
             # NaN is never the lowest.
             change = math.inf if math.isnan(change) else change
             proposal = replace(proposal, change=change)
@@ -254,155 +229,4 @@ class Update:
         """η F̆⁻¹θ, kept apart for the low-rank route [§8]."""
         if point.rows is None or point.weight_decay == 0:
             return None
-        return tuple(U * point.weight_decay for U in damped.mv(self._theta()))
-
-    def _propose(
-        self,
-        point: Point,
-        before: State,
-        factors: KroneckerFactors,
-        gamma: float,
-        inverse: DampedInverse,
-        decayed: Matrices | None,
-        watch: Stopwatch,
-    ) -> _Proposal:
-        """Δ and the best δ = αΔ + μδ₀ with the exact Fisher on S₂ [§6.4, §7]."""
-        with watch("direction"):
-            if point.rows is not None:
-                assert isinstance(inverse, DampedBlockDiagonal)
-                product = inverse.mv_low_rank(point.gradient, point.rows, decayed)
-            else:
-                product = inverse.mv(point.gradient)
-            directions = [tuple(U.neg_() for U in product)]
-            if before.previous_delta is not None:
-                directions.append(before.previous_delta)
-        with watch("fisher_products"):
-            gram = fisher_gram(
-                self.model,
-                self.layers,
-                self.objective.likelihood,
-                point.batch.first(self.settings.fisher_fraction),
-                self._case_weight(point.batch),
-                directions,
-            )
-        with watch("step_size"):
-            count = len(directions)
-            seen = point.batch.seen_loss
-            # All that the host has to know, in the step's one synchronisation.
-            numbers = torch.cat(
-                [
-                    gram.reshape(-1),
-                    _inner_products(directions, point.gradient),
-                    point.loss.double().reshape(1),
-                    (point.loss if seen is None else seen).double().reshape(1),
-                    _health(factors).reshape(1),
-                ]
-            ).cpu()
-            loss, seen_value, _ = numbers[-3:].tolist()
-            if not bool(numbers.isfinite().all()):
-                _check_finite(point, factors, self.layers)
-                raise RefusedError("The curvature of the step is not finite.")
-            fisher = numbers[: count**2].reshape(count, count)
-            inner, r = numbers[count**2 : -3].reshape(count + 1, count).split([count, 1])
-            Q = fisher + (before.lambda_ + point.weight_decay) * inner
-            precision = torch.finfo(point.gradient[0].dtype).eps
-            step = self.settings.step_size.solve(Q, r[0], precision)
-            if not math.isfinite(step.predicted_change):
-                raise RefusedError("The predicted change of the objective is not finite.")
-            delta = _combine(directions, step.coefficients)
-        return _Proposal(
-            gamma=gamma,
-            inverse=inverse,
-            decayed=decayed,
-            step=step,
-            delta=delta,
-            loss=loss,
-            loss_seen=seen is not None
-            and abs(loss - seen_value)
-            <= LOSS_TOLERANCE * precision * max(abs(loss), abs(seen_value)),
-        )
-
-    def _objective_change(self, point: Point, proposal: _Proposal) -> float:
-        """h(θ + δ) − h(θ) on S′, weight decay included, by a forward pass [§6.5]."""
-        batch, delta = point.batch, proposal.delta
-        if proposal.loss_seen:
-            assert batch.seen_loss is not None
-            moved = self._parameters_at(delta)
-            old = batch.seen_loss.double()
-            new = torch.zeros((), dtype=torch.float64, device=old.device)
-            for call in batch.calls:
-                assert call.targets is not None
-                outputs = call.run(self.model, moved)
-                new = new + self.objective.total(outputs, call.targets, batch.cases).double()
-        else:
-            old, new = point.loss.double(), point.reevaluate(delta).double()
-        change = new - old
-        if point.weight_decay:
-            # η/2 (‖θ + δ‖² − ‖θ‖²) without the cancellation.
-            change = change + point.weight_decay * (
-                _dot(self._theta(), delta) + _dot(delta, delta) / 2
-            )
-        return float(change)
-
-    def _theta(self) -> Matrices:
-        return tuple(layer.join(layer.parameters()) for layer in self.layers)
-
-    def _parameters_at(self, delta: Matrices) -> dict[str, Tensor]:
-        """θ + δ by the parameters' names."""
-        return {
-            name: parameter + part
-            for layer, V in zip(self.layers, delta, strict=True)
-            for name, parameter, part in zip(
-                layer.parameter_names(), layer.parameters(), layer.split(V), strict=True
-            )
-        }
-
-
-def _inner_products(directions: Sequence[Matrices], gradient: Matrices) -> Tensor:
-    """v_iᵀv_j and, in a last row, ∇hᵀv_j, flattened, in float64.
-
-    Layer by layer, all products of a layer in turn: they are bound by memory, and a layer's matrices
-    stay in the cache.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=gradient[0].device)
-    for *V, g in zip(*directions, gradient, strict=True):
-        rows = [v.reshape(-1) for v in (*V, g)]
-        lower = [
-            [torch.dot(rows[i], rows[j]) for j in range(min(i + 1, len(V)))]
-            for i in range(len(rows))
-        ]
-        products = [lower[max(i, j)][min(i, j)] for i in range(len(rows)) for j in range(len(V))]
-        total = total + torch.stack(products).double()
-    return total
-
-
-def _dot(u: Matrices, v: Matrices) -> Tensor:
-    """uᵀv in float64."""
-    parts = [torch.dot(a.reshape(-1), b.reshape(-1)).double() for a, b in zip(u, v, strict=True)]
-    return torch.stack(parts).sum()
-
-
-def _combine(directions: Sequence[Matrices], coefficients: Sequence[float]) -> Matrices:
-    """Σ_j c_j v_j, in the memory of the first direction."""
-    total = [V.mul_(coefficients[0]) for V in directions[0]]
-    for direction, c in zip(directions[1:], coefficients[1:], strict=True):
-        for V, W in zip(total, direction, strict=True):
-            V.add_(W, alpha=c)
-    return tuple(total)
-
-
-def _health(factors: KroneckerFactors) -> Tensor:
-    """A number that is finite if the diagonals of all factors are."""
-    return torch.stack([M.diagonal().sum() for M in (*factors.A, *factors.G)]).double().sum()
-
-
-def _check_finite(point: Point, factors: KroneckerFactors, layers: Sequence[Layer]) -> None:
-    """Raise `RefusedError` with the first cause of non-finite numbers, if there is one."""
-    if not bool(point.loss.isfinite()):
-        raise RefusedError(f"The loss is {float(point.loss)}.")
-    for layer, V in zip(layers, point.gradient, strict=True):
-        if not bool(V.isfinite().all()):
-            raise RefusedError(f"The gradient of layer {layer.name!r} is not finite.")
-    for layer, A, G in zip(layers, factors.A, factors.G, strict=True):
-        if not bool(A.isfinite().all() and G.isfinite().all()):
-            raise RefusedError(f"The statistics of layer {layer.name!r} are not finite.")
+        return tuple(U * point.weight_decay for U in damped.mv(self.network.theta()))

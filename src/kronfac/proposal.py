@@ -1,0 +1,235 @@
+"""One proposal: a direction, made into a step by the exact-Fisher quadratic model [MG15 §6.4, §7].
+
+Nothing here changes anything but its own new tensors.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.closure import Rows
+from kronfac.factors import KroneckerFactors
+from kronfac.inverses import DampedInverse
+from kronfac.inverses.block_diagonal import DampedBlockDiagonal
+from kronfac.layers import Layer, Matrices
+from kronfac.likelihoods import Objective
+from kronfac.minibatch import Batch
+from kronfac.report import Stopwatch
+from kronfac.state import State
+from kronfac.step_size import Step, StepRule, fisher_gram
+
+# Relative difference, in ε of the parameters' dtype, between the loss that a closure returned and the
+# loss of the rows it used above which the closure computes something that K-FAC cannot see. Both are
+# of the same pass: only the summation over micro-batches differs.
+LOSS_TOLERANCE = 64
+
+
+class RefusedError(Exception):
+    """This step must not be taken."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """What is trained: a model, its layers in order, and what its outputs are judged by."""
+
+    model: nn.Module
+    layers: Sequence[Layer]
+    objective: Objective
+
+    def case_weight(self, batch: Batch) -> float:
+        """c, what multiplies the Fisher of an average case."""
+        return self.objective.case_weight(batch.cases, batch.outputs)
+
+    def theta(self) -> Matrices:
+        """The parameters, a copy."""
+        return tuple(layer.join(layer.parameters()) for layer in self.layers)
+
+    def parameters_at(self, delta: Matrices) -> dict[str, Tensor]:
+        """θ + δ by the parameters' names."""
+        return {
+            name: parameter + part
+            for layer, V in zip(self.layers, delta, strict=True)
+            for name, parameter, part in zip(
+                layer.parameter_names(), layer.parameters(), layer.split(V), strict=True
+            )
+        }
+
+
+@dataclass(frozen=True)
+class Point:
+    """What the closure found at θ."""
+
+    loss: Tensor
+    """As the closure returned it."""
+    gradient: Matrices
+    """Of h, weight decay included."""
+    weight_decay: float
+    batch: Batch
+    reevaluate: Callable[[Matrices], Tensor]
+    """The loss at θ + δ by calling the closure there, for losses that K-FAC cannot see."""
+    rows: tuple[Rows, ...] | None = None
+    """The gradient in factors, for the low-rank route."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One candidate γ, carried through to the step that it leads to."""
+
+    gamma: float
+    inverse: DampedInverse
+    decayed: Matrices | None
+    """η F̆⁻¹θ, where the low-rank route keeps it apart."""
+    step: Step
+    delta: Matrices
+    loss: float
+    loss_seen: bool
+    """Whether the closure's loss is the loss module's value on the model's outputs."""
+    change: float | None = None
+    """h(θ + δ) − h(θ), where the proposal was judged by it."""
+
+
+def propose(
+    network: Network,
+    point: Point,
+    before: State,
+    factors: KroneckerFactors,
+    gamma: float,
+    inverse: DampedInverse,
+    decayed: Matrices | None,
+    step_size: StepRule,
+    fisher_fraction: float,
+    watch: Stopwatch,
+) -> Proposal:
+    """Δ and the best δ = αΔ + μδ₀ with the exact Fisher on S₂.
+
+    Raises:
+        RefusedError: something that the step is made of is not finite.
+    """
+    with watch("direction"):
+        if point.rows is not None:
+            assert isinstance(inverse, DampedBlockDiagonal)
+            product = inverse.mv_low_rank(point.gradient, point.rows, decayed)
+        else:
+            product = inverse.mv(point.gradient)
+        directions = [tuple(U.neg_() for U in product)]
+        if before.previous_delta is not None:
+            directions.append(before.previous_delta)
+    with watch("fisher_products"):
+        gram = fisher_gram(
+            network.model,
+            network.layers,
+            network.objective.likelihood,
+            point.batch.first(fisher_fraction),
+            network.case_weight(point.batch),
+            directions,
+        )
+    with watch("step_size"):
+        count = len(directions)
+        seen = point.batch.seen_loss
+        # All that the host has to know, in the step's one synchronisation.
+        numbers = torch.cat(
+            [
+                gram.reshape(-1),
+                _inner_products(directions, point.gradient),
+                point.loss.double().reshape(1),
+                (point.loss if seen is None else seen).double().reshape(1),
+                _health(factors).reshape(1),
+            ]
+        ).cpu()
+        if not bool(numbers.isfinite().all()):
+            check_finite(point, factors, network.layers)
+            raise RefusedError("The curvature of the step is not finite.")
+        fisher = numbers[: count**2].reshape(count, count)
+        inner, r = numbers[count**2 : -3].reshape(count + 1, count).split([count, 1])
+        Q = fisher + (before.lambda_ + point.weight_decay) * inner
+        precision = torch.finfo(point.gradient[0].dtype).eps
+        step = step_size.solve(Q, r[0], precision)
+        if not math.isfinite(step.predicted_change):
+            raise RefusedError("The predicted change of the objective is not finite.")
+        loss, seen_value, _ = numbers[-3:].tolist()
+        largest = max(abs(loss), abs(seen_value))
+    return Proposal(
+        gamma=gamma,
+        inverse=inverse,
+        decayed=decayed,
+        step=step,
+        delta=_combine(directions, step.coefficients),
+        loss=loss,
+        loss_seen=seen is not None
+        and abs(loss - seen_value) <= LOSS_TOLERANCE * precision * largest,
+    )
+
+
+def objective_change(network: Network, point: Point, proposal: Proposal) -> float:
+    """h(θ + δ) − h(θ) on S′, weight decay included, by a forward pass [MG15 §6.5]."""
+    batch, delta = point.batch, proposal.delta
+    if proposal.loss_seen:
+        assert batch.seen_loss is not None
+        moved = network.parameters_at(delta)
+        old = batch.seen_loss.double()
+        new = torch.zeros((), dtype=torch.float64, device=old.device)
+        for call in batch.calls:
+            assert call.targets is not None
+            outputs = call.run(network.model, moved)
+            new = new + network.objective.total(outputs, call.targets, batch.cases).double()
+    else:
+        old, new = point.loss.double(), point.reevaluate(delta).double()
+    change = new - old
+    if point.weight_decay:
+        # η/2 (‖θ + δ‖² − ‖θ‖²) without the cancellation.
+        theta = network.theta()
+        change = change + point.weight_decay * (_dot(theta, delta) + _dot(delta, delta) / 2)
+    return float(change)
+
+
+def _inner_products(directions: Sequence[Matrices], gradient: Matrices) -> Tensor:
+    """v_iᵀv_j and, in a last row, ∇hᵀv_j, flattened, in float64.
+
+    Layer by layer, all products of a layer in turn: they are bound by memory, and a layer's matrices
+    stay in the cache.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=gradient[0].device)
+    for *V, g in zip(*directions, gradient, strict=True):
+        rows = [v.reshape(-1) for v in (*V, g)]
+        lower = [
+            [torch.dot(rows[i], rows[j]) for j in range(min(i + 1, len(V)))]
+            for i in range(len(rows))
+        ]
+        products = [lower[max(i, j)][min(i, j)] for i in range(len(rows)) for j in range(len(V))]
+        total = total + torch.stack(products).double()
+    return total
+
+
+def _dot(u: Matrices, v: Matrices) -> Tensor:
+    """uᵀv in float64."""
+    parts = [torch.dot(a.reshape(-1), b.reshape(-1)).double() for a, b in zip(u, v, strict=True)]
+    return torch.stack(parts).sum()
+
+
+def _combine(directions: Sequence[Matrices], coefficients: Sequence[float]) -> Matrices:
+    """Σ_j c_j v_j, in the memory of the first direction."""
+    total = [V.mul_(coefficients[0]) for V in directions[0]]
+    for direction, c in zip(directions[1:], coefficients[1:], strict=True):
+        for V, W in zip(total, direction, strict=True):
+            V.add_(W, alpha=c)
+    return tuple(total)
+
+
+def _health(factors: KroneckerFactors) -> Tensor:
+    """A number that is finite if the diagonals of all factors are."""
+    return torch.stack([M.diagonal().sum() for M in (*factors.A, *factors.G)]).double().sum()
+
+
+def check_finite(point: Point, factors: KroneckerFactors, layers: Sequence[Layer]) -> None:
+    """Raise `RefusedError` with the first cause of non-finite numbers, if there is one."""
+    if not bool(point.loss.isfinite()):
+        raise RefusedError(f"The loss is {float(point.loss)}.")
+    for layer, V in zip(layers, point.gradient, strict=True):
+        if not bool(V.isfinite().all()):
+            raise RefusedError(f"The gradient of layer {layer.name!r} is not finite.")
+    for layer, A, G in zip(layers, factors.A, factors.G, strict=True):
+        if not bool(A.isfinite().all() and G.isfinite().all()):
+            raise RefusedError(f"The statistics of layer {layer.name!r} are not finite.")
