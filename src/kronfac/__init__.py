@@ -13,6 +13,7 @@ from kronfac.optimizer import KFAC
 from kronfac.report import Event, StepReport
 from kronfac.statistics import EmpiricalFisher, ExactFisher, SampledFisher
 from kronfac.step_size import (
+    ConjugateGradients,
     FixedDamping,
     FixedGamma,
     GammaSearch,
@@ -31,6 +32,7 @@ __all__ = [
     "BlockDiagonalInverse",
     "BlockTridiagonalInverse",
     "Categorical",
+    "ConjugateGradients",
     "EmpiricalFisher",
     "Event",
     "ExactFisher",

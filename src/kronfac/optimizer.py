@@ -77,7 +77,8 @@ class KFAC(torch.optim.Optimizer):
             for the seed, the number of samples and the moving average's decay.
         damping: λ: `LevenbergMarquardt(lambda_, interval, decay)` or `FixedDamping(lambda_)`.
         gamma: γ: `GammaSearch(…)`, `FixedGamma(gamma)` or `TiedGamma()`.
-        step_size: (α, μ): `QuadraticModel(momentum)` or `RawStep(alpha)`.
+        step_size: (α, μ): `QuadraticModel(momentum)`, `RawStep(alpha)`, or `ConjugateGradients(cg_steps)`
+            for a longer minimisation of M, as Hessian-free optimisation does.
         statistics_fraction: τ₁, the share of the mini-batch that the statistics are taken on.
         fisher_fraction: τ₂, the share that the exact-Fisher products are taken on.
         inverse_interval: T₃, iterations from one refresh of the inverse to the next.

@@ -14,12 +14,12 @@ from kronfac.closure import Rows
 from kronfac.factors import KroneckerFactors
 from kronfac.inverses import DampedInverse
 from kronfac.inverses.block_diagonal import DampedBlockDiagonal
-from kronfac.layers import Layer, Matrices
+from kronfac.layers import Layer, Matrices, dot
 from kronfac.likelihoods import Objective
 from kronfac.minibatch import Batch
 from kronfac.report import Stopwatch
 from kronfac.state import State
-from kronfac.step_size import Step, StepRule, fisher_gram
+from kronfac.step_size import Step, StepRule, fisher_gram, fisher_product, refined
 
 # Relative difference, in ε of the parameters' dtype, between the loss that a closure returned and the
 # loss of the rows it used above which the closure computes something that K-FAC cannot see. Both are
@@ -149,18 +149,52 @@ def propose(
         step = step_size.solve(Q, r[0], precision)
         if not math.isfinite(step.predicted_change):
             raise RefusedError("The predicted change of the objective is not finite.")
+        delta = _combine(directions, step.coefficients)
         loss, seen_value, _ = numbers[-3:].tolist()
         largest = max(abs(loss), abs(seen_value))
+    if step_size.cg_steps > 1:
+        with watch("conjugate_gradients"):
+            delta, change = _refined(
+                network, point, before.lambda_, delta, inverse, step_size.cg_steps, fisher_fraction
+            )
+            step = Step(step.coefficients, step.predicted_change + change)
     return Proposal(
         gamma=gamma,
         inverse=inverse,
         decayed=decayed,
         step=step,
-        delta=_combine(directions, step.coefficients),
+        delta=delta,
         loss=loss,
         loss_seen=seen is not None
         and abs(loss - seen_value) <= LOSS_TOLERANCE * precision * largest,
     )
+
+
+def _refined(
+    network: Network,
+    point: Point,
+    lambda_: float,
+    delta: Matrices,
+    inverse: DampedInverse,
+    cg_steps: int,
+    fisher_fraction: float,
+) -> tuple[Matrices, float]:
+    """δ after the further CG steps, all on S₂, and what they add to the predicted change."""
+    rows = point.batch.first(fisher_fraction)
+
+    def product(v: Matrices) -> Matrices:
+        Fv = fisher_product(
+            network.model,
+            network.layers,
+            network.objective.likelihood,
+            rows,
+            network.case_weight(point.batch),
+            v,
+        )
+        damping = lambda_ + point.weight_decay
+        return tuple(torch.add(a, b, alpha=damping) for a, b in zip(Fv, v, strict=True))
+
+    return refined(delta, point.gradient, product, inverse.mv, cg_steps - 1)
 
 
 def objective_change(network: Network, point: Point, proposal: Proposal) -> float:
@@ -181,7 +215,7 @@ def objective_change(network: Network, point: Point, proposal: Proposal) -> floa
     if point.weight_decay:
         # η/2 (‖θ + δ‖² − ‖θ‖²) without the cancellation.
         theta = network.theta()
-        change = change + point.weight_decay * (_dot(theta, delta) + _dot(delta, delta) / 2)
+        change = change + point.weight_decay * (dot(theta, delta) + dot(delta, delta) / 2)
     return float(change)
 
 
@@ -201,12 +235,6 @@ def _inner_products(directions: Sequence[Matrices], gradient: Matrices) -> Tenso
         products = [lower[max(i, j)][min(i, j)] for i in range(len(rows)) for j in range(len(V))]
         total = total + torch.stack(products).double()
     return total
-
-
-def _dot(u: Matrices, v: Matrices) -> Tensor:
-    """uᵀv in float64."""
-    parts = [torch.dot(a.reshape(-1), b.reshape(-1)).double() for a, b in zip(u, v, strict=True)]
-    return torch.stack(parts).sum()
 
 
 def _combine(directions: Sequence[Matrices], coefficients: Sequence[float]) -> Matrices:

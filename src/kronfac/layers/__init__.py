@@ -1,7 +1,7 @@
 """One adaptor a layer type: what K-FAC sees of a module."""
 
-from kronfac.layers.base import Layer, Matrices
+from kronfac.layers.base import Layer, Matrices, dot
 from kronfac.layers.find import find_layers
 from kronfac.layers.linear import LinearLayer
 
-__all__ = ["Layer", "LinearLayer", "Matrices", "find_layers"]
+__all__ = ["Layer", "LinearLayer", "Matrices", "dot", "find_layers"]

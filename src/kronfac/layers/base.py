@@ -7,10 +7,17 @@ weights; it is 1 for a Linear on a batch of vectors.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 Matrices = tuple[Tensor, ...]
 """A vector in parameter space, one matrix V (out, in+1) a layer: gradients, updates, directions."""
+
+
+def dot(u: Matrices, v: Matrices) -> Tensor:
+    """uᵀv, summed over the layers in float64."""
+    parts = [torch.dot(a.reshape(-1), b.reshape(-1)).double() for a, b in zip(u, v, strict=True)]
+    return torch.stack(parts).sum()
 
 
 class Layer(ABC):

@@ -1,11 +1,13 @@
 """How far to go: (α, μ) by the exact-Fisher quadratic model, λ and γ [MG15 §6.4–§7]."""
 
-from kronfac.step_size.fisher_products import fisher_gram
+from kronfac.step_size.conjugate_gradients import ConjugateGradients, refined
+from kronfac.step_size.fisher_products import fisher_gram, fisher_product
 from kronfac.step_size.gamma_search import FixedGamma, GammaRule, GammaSearch, TiedGamma
 from kronfac.step_size.levenberg_marquardt import DampingRule, FixedDamping, LevenbergMarquardt
 from kronfac.step_size.quadratic_model import QuadraticModel, RawStep, Step, StepRule
 
 __all__ = [
+    "ConjugateGradients",
     "DampingRule",
     "FixedDamping",
     "FixedGamma",
@@ -18,4 +20,6 @@ __all__ = [
     "StepRule",
     "TiedGamma",
     "fisher_gram",
+    "fisher_product",
+    "refined",
 ]

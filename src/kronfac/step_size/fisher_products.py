@@ -41,6 +41,28 @@ def fisher_gram(
     return (gram + gram.mT) * (case_weight / (2 * rows.cases))
 
 
+def fisher_product(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    likelihood: Likelihood,
+    rows: Batch,
+    case_weight: float,
+    vector: Matrices,
+) -> Matrices:
+    """F v = c E[Jᵀ F_R J v]: the forward-mode pass, and a backward pass from F_R J v."""
+    parameters = [p for layer in layers for p in layer.parameters()]
+    total = [torch.zeros_like(p) for p in parameters]
+    for call in rows.calls:
+        outputs, Jv = pushforward(model, layers, call, [vector])
+        with torch.enable_grad():
+            raw = call.run(model)
+        grads = torch.autograd.grad(raw, parameters, likelihood.fisher_product(outputs, Jv[0]))
+        for sum_, grad in zip(total, grads, strict=True):
+            sum_.add_(grad, alpha=case_weight / rows.cases)
+    parts = iter(total)
+    return tuple(layer.join([next(parts) for _ in layer.parameters()]) for layer in layers)
+
+
 @torch.no_grad()
 def pushforward(
     model: nn.Module, layers: Sequence[Layer], call: Call, directions: Sequence[Matrices]

@@ -32,6 +32,11 @@ class StepRule(Protocol):
         """Whether the previous update is one of the directions."""
         ...
 
+    @property
+    def cg_steps(self) -> int:
+        """Steps of conjugate gradients on M, this one included."""
+        ...
+
     def solve(self, Q: Tensor, r: Tensor, precision: float) -> Step:
         """The step, from Q (k, k) and r (k,) in float64.
 
@@ -56,6 +61,7 @@ class QuadraticModel:
     """
 
     momentum: bool = True
+    cg_steps: ClassVar[int] = 1
 
     def solve(self, Q: Tensor, r: Tensor, precision: float) -> Step:
         scale = Q.diagonal().clamp(min=0).sqrt()
@@ -80,6 +86,7 @@ class RawStep:
 
     alpha: float = 1.0
     momentum: ClassVar[bool] = False
+    cg_steps: ClassVar[int] = 1
 
     def solve(self, Q: Tensor, r: Tensor, precision: float) -> Step:
         return Step((self.alpha,), model_change(Q, r, (self.alpha,)))
