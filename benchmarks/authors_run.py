@@ -118,7 +118,8 @@ def table(all_rows: list[list[dict[str, float]]], settings: Settings) -> str:
         f"{settings.threads} threads, seeds {settings.seeds}, chunks of 5000, torch {torch.__version__}.",
         "",
         "Training error (squared reconstruction error a case, all 60,000 cases), median of the seeds "
-        "(smallest – largest), and the median over the authors' number:",
+        "(smallest – largest), and the median over the authors' number. Seconds are of optimiser time; "
+        "on a machine with other work they say little:",
         "",
         "| τ₂ | " + " | ".join(f"iteration {k}" for k in marks) + " | seconds |",
         "| --- |" + " --- |" * (len(marks) + 1),
