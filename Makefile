@@ -15,7 +15,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # One thread for each of the two test workers.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
-.PHONY: help setup demo checks test nightly format clean
+.PHONY: help setup demo checks browser test nightly format clean
 
 help:
 	@echo "make demo      train a small network with K-FAC"
@@ -55,11 +55,15 @@ checks: $(STAMP)
 	@echo "==> lint-imports"
 	@$(BIN)/lint-imports --no-logo
 
-test: checks
+# For the tests that open a page; they are skipped where it can't be installed.
+browser: $(STAMP)
+	@$(BIN)/python -m tests.experiments.browser
+
+test: checks browser
 	@echo "==> pytest, fast tests"
 	@$(PYTEST) -m "not slow"
 
-nightly: checks
+nightly: checks browser
 	@echo "==> pytest, all tests"
 	@$(PYTEST)
 

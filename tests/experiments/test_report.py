@@ -1,0 +1,445 @@
+"""`kronfac report` without a browser: what is read, what is on the page, what is refused."""
+
+import base64
+import io
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import tyro
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.image import imread
+
+from kronfac.errors import KronfacError
+from kronfac.experiments.report import ReportConfig, ReportError, write_report
+from kronfac.experiments.report.pictures import grey_range, png, spread, strip
+from kronfac.experiments.report.runs import read_runs
+from kronfac.experiments.report.tables import best_first, flatten, number
+from kronfac.experiments.report.thinning import thin
+from tests.experiments.fabricated_runs import config, metrics, reconstructions, write_run
+
+VOID = {"meta", "link", "img", "br"}
+
+
+class Page(HTMLParser):
+    """The elements of a page, its text outside scripts and styles, and whether tags match."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.elements, self.text, self.open, self.scripts = [], "", [], []
+        self.feed(source)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] == ["script"]:
+            self.scripts.append(data)
+        elif self.open[-1:] != ["style"]:
+            self.text += data
+
+    def attributes(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def ids(self):
+        return [attributes["id"] for _, attributes in self.elements if "id" in attributes]
+
+    @property
+    def data(self):
+        return json.loads(self.scripts[0])
+
+
+@pytest.fixture
+def report(tmp_path):
+    def write(*folders):
+        path = write_report(ReportConfig(runs=folders, output=tmp_path / "page.html"))
+        return Page(path.read_text(encoding="utf-8"))
+
+    return write
+
+
+def test_page_of_whole_runs_has_every_section(tmp_path, report):
+    kfac = write_run(tmp_path / "kfac")
+    nag = write_run(
+        tmp_path / "nag",
+        metrics(kfac=False, scale=2),
+        config(optimizer="nag", inverse=None, preset=None),
+    )
+    page = report(kfac, nag)
+    assert [heading for heading in page.ids if not heading.startswith("trace-")] == [
+        "summary",
+        "summary-table",
+        "errors",
+        "error-plot",
+        "steps",
+        "time",
+        "time-plot",
+        "parts-table",
+        "pictures",
+        "configuration",
+        "only-differences",
+        "configuration-table",
+        "command",
+        "plot-data",
+    ]
+    assert len(set(page.ids)) == len(page.ids)
+    traces = ["lambda", "gamma", "alpha", "mu", "rho", "loss"]  # the mini-batch never changes
+    assert [name for name in page.ids if name.startswith("trace-")] == [
+        f"trace-{t}" for t in traces
+    ]
+    assert (
+        "Lowest training error on mnist: 1.346 by kfac; the next, nag, ended at 2.692"
+        in " ".join(page.text.split())
+    )
+    first, second = page.data["runs"]
+    assert list(first["traces"]) == traces
+    assert list(second["traces"]) == ["loss"]
+    assert second["parts"] == {"gradient": 20.0, "update": 5.0}
+    assert first["errors"]["train_error"]["iteration"] == [0, 10, 20, 30, 40, 50, 60]
+    assert first["errors"]["train_error"]["cases"][-1] == 30_000
+    assert first["errors"]["train_error"]["seconds"][-1] == pytest.approx(6.0)
+    assert first["errors"]["averaged_train_error"]["iteration"] == [20, 30, 40, 50, 60]
+    assert all(image["alt"] for image in page.attributes("img"))
+
+
+def test_page_loads_nothing(tmp_path, report):
+    page = report(write_run(tmp_path / "run"))
+    for _, attributes in page.elements:
+        assert attributes.get("src", "data:").startswith("data:")
+        assert attributes.get("href", "#").startswith(("#", "data:"))
+        assert "url(" not in attributes.get("style", "")
+    assert not {tag for tag, _ in page.elements} & {"iframe", "object", "embed", "base"}
+    policy = next(m["content"] for m in page.attributes("meta") if "http-equiv" in m)
+    assert policy.startswith("default-src 'none'")
+    assert "http" not in policy
+    source = (tmp_path / "page.html").read_text(encoding="utf-8")
+    styles = source[source.index("<style>") : source.index("</style>")]
+    assert not re.search(r"url\(|@import|http", styles)
+    assert "http" not in page.scripts[0] + page.scripts[-1]  # ours; the one between is plotly.js
+    assert sum("plotly.js v" in script for script in page.scripts) == 1
+
+
+def test_runs_may_be_many_and_long_and_the_page_stays_light(tmp_path, report):
+    rows = metrics(iterations=3000)
+    for row in rows:
+        row["train_error"] = row["loss"]
+    folders = [write_run(tmp_path / f"run {k}", rows, config(seed=k)) for k in range(12)]
+    page = report(*folders)
+    assert (tmp_path / "page.html").stat().st_size < 6e6
+    assert len({(run["colour"], run["symbol"]) for run in page.data["runs"]}) == 12
+    curve = page.data["runs"][0]["traces"]["loss"]
+    assert 50 < len(curve["value"]) <= 400
+    assert (curve["iteration"][0], curve["iteration"][-1]) == (1, 3000)
+
+
+def test_a_run_with_metrics_alone(tmp_path, report):
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"loss": 3.0}\n{"loss": 2.0}\n', encoding="utf-8")
+    page = report(folder)
+    assert page.data["axes"] == ["iteration"]
+    assert page.data["runs"][0]["traces"]["loss"]["iteration"] == [1, 2]
+    assert not {"time", "pictures", "configuration"} & set(page.ids)
+    assert "No error has been evaluated yet" in page.text
+    assert "No run has a finite training error yet" in page.text
+
+
+def test_cases_are_counted_where_they_are_missing(tmp_path):
+    rows = [
+        {"iteration": 0, "batch": 0},
+        {"iteration": 1, "batch": 10},
+        {"iteration": 2, "batch": 20},
+    ]
+    (run,) = read_runs([write_run(tmp_path / "run", rows)])
+    assert run.columns["cases"].tolist() == [0, 10, 30]
+
+
+def test_a_half_written_last_line_is_left_out(tmp_path):
+    folder = write_run(tmp_path / "run")
+    with (folder / "metrics.jsonl").open("ab") as stream:
+        stream.write(b'{"iteration": 61, "loss": 1.0, "name": "\xc3')
+    (run,) = read_runs([folder])
+    assert run.last("iteration") == 60
+    assert run.notes == ()
+
+
+def test_unreadable_lines_and_events_are_told(tmp_path, report):
+    rows = metrics()
+    rows[7]["events"] = ["refused: loss <nan>"]
+    folder = write_run(tmp_path / "run", rows)
+    whole = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    (folder / "metrics.jsonl").write_text('{"iter\n[1]\n\n' + whole, encoding="utf-8")
+    page = report(folder)
+    assert "2 unreadable lines of metrics.jsonl were left out" in page.text
+    assert "1 events, the first in iteration 7: refused: loss <nan>" in page.text
+
+
+def test_iterations_written_again_after_a_resume_count_once(tmp_path):
+    rows = metrics(iterations=40)
+    again = [{**row, "loss": -1.0} for row in rows[30:]]
+    (run,) = read_runs([write_run(tmp_path / "run", rows + again)])
+    assert run.columns["iteration"].tolist() == list(range(41))
+    assert run.columns["loss"][30:].tolist() == [-1.0] * 11
+
+
+def test_an_empty_run_is_said_to_be_empty(tmp_path, report):
+    page = report(write_run(tmp_path / "run", []))
+    assert "metrics.jsonl holds no iteration yet" in page.text
+
+
+@pytest.mark.parametrize("name", ["Läufe ∇θ 訓練", "<img src=x onerror=alert(1)>", "a&amp;b\"c'"])
+def test_names_are_text_everywhere(tmp_path, report, name):
+    folder = write_run(tmp_path / name, settings=config(**{name: f"</script>{name}"}))
+    other = write_run(tmp_path / "other")
+    page = report(folder, other)
+    assert page.data["runs"][0]["name"] == name
+    assert page.text.count(name) >= 5
+    assert f"</script>{name}" in page.text
+    assert not any("onerror" in attributes for _, attributes in page.elements)
+    assert any(name in image["alt"] for image in page.attributes("img"))
+
+
+def test_names_are_made_different(tmp_path):
+    folders = [write_run(tmp_path / parent / "run") for parent in ("a", "b")]
+    folders.append(tmp_path / "a" / ".." / "a" / "run")
+    assert [run.name for run in read_runs(folders)] == ["a/run", "b/run"]
+
+
+def test_best_first_within_a_problem(tmp_path):
+    diverged = metrics()
+    diverged[-1] |= {"train_error": None, "averaged_train_error": None}
+    bare = [{"iteration": 1, "loss": 1.0}]
+    runs = read_runs(
+        [
+            write_run(tmp_path / "never", bare),
+            write_run(tmp_path / "diverged", diverged),
+            write_run(tmp_path / "worse", metrics(scale=2)),
+            write_run(tmp_path / "better", metrics(scale=1)),
+            write_run(tmp_path / "curves", metrics(scale=0.1), config(problem="curves")),
+        ]
+    )
+    assert [run.name for run in best_first(runs)] == [
+        "better",
+        "worse",
+        "diverged",
+        "never",
+        "curves",
+    ]
+
+
+def test_two_problems_are_not_compared(tmp_path, report):
+    page = report(
+        write_run(tmp_path / "one"), write_run(tmp_path / "two", settings=config(problem="faces"))
+    )
+    assert "Errors of different problems cannot be compared" in page.text
+
+
+def test_diverged_runs_say_so(tmp_path, report):
+    rows = metrics()
+    rows[-1] |= {"train_error": None, "test_error": float("nan")}
+    page = report(write_run(tmp_path / "run", rows))
+    assert page.text.count("not finite") == 2
+    assert page.data["runs"][0]["errors"]["train_error"]["iteration"][-1] == 50
+
+
+def test_configurations_side_by_side(tmp_path, report):
+    report(
+        write_run(tmp_path / "one", settings=config(seed=1, extra=0.5, nothing=None)),
+        write_run(tmp_path / "two", settings=config(seed=2, machine={"processors": 8})),
+    )
+    source = (tmp_path / "page.html").read_text(encoding="utf-8")
+    differing = re.findall(
+        r"<tr class=differs><th.*?([\w.]+)</th><td>(.*?)</td><td>(.*?)</td>", source
+    )
+    assert differing == [
+        ("seed", "1", "2"),
+        ("machine.processors", "2", "8"),
+        ("extra", "0.5", "—"),
+    ]
+    assert flatten({"a": {"b": [1, "é"]}, "c": {}, "d": True, "e": None}) == {
+        "a.b": '[1, "é"]',
+        "c": "{}",
+        "d": "true",
+    }
+
+
+@pytest.mark.parametrize("side", [28, 25])
+def test_pictures_show_the_pixels(tmp_path, report, side):
+    pictures = reconstructions(side)
+    page = report(write_run(tmp_path / "run", pictures=pictures))
+    images = [
+        imread(io.BytesIO(base64.b64decode(image["src"].split(",")[1])))
+        for image in page.attributes("img")
+    ]
+    assert len(images) == 4
+    assert [image.shape for image in images] == [(side, 8 * (side + 2) - 2, 4)] * 4
+    rows = [pictures["originals"], *pictures["reconstructions"]]
+    for image, row in zip(images, rows, strict=True):
+        for case, pixels in enumerate(row.reshape(8, side, side)):
+            left = case * (side + 2)
+            shown = image[:, left : left + side]
+            np.testing.assert_allclose(shown[..., 0], pixels, atol=0.5 / 255 + 1e-6)
+            assert (shown[..., 3] == 1).all()
+            assert (image[:, left + side : left + side + 2, 3] == 0).all()
+
+
+def test_grey_is_zero_to_one_or_what_occurs():
+    assert grey_range(np.array([0.2, 0.7])) == (0, 1)
+    assert grey_range(np.array([-2.0, 3.0])) == (-2, 3)
+    assert grey_range(np.array([5.0, np.nan])) == (5, 6)
+    grey = strip(np.array([[[np.nan, np.inf], [-np.inf, 0.5]]]), 0, 1)[..., 0]
+    assert grey.tolist() == [[0, 255], [0, 128]]
+    assert png(strip(np.zeros((1, 2, 2)), 0, 1)).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("count", [1, 5, 6, 7, 9, 40])
+def test_spread_keeps_the_ends(count):
+    chosen = spread(count, 6)
+    assert len(chosen) == min(count, 6)
+    assert (chosen[0], chosen[-1]) == (0, count - 1)
+    assert chosen == sorted(set(chosen))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(b"PK\x03\x04 cut off"),
+        lambda path: np.savez(path, iterations=[1]),
+        lambda path: np.savez(path, **reconstructions() | {"originals": np.zeros((8, 700))}),
+        lambda path: np.savez(path, **reconstructions() | {"iterations": np.arange(9)}),
+        lambda path: np.savez(path, **reconstructions() | {"originals": np.array([{}])}),
+    ],
+)
+def test_pictures_that_cannot_be_read_are_told(tmp_path, report, damage):
+    folder = write_run(tmp_path / "run")
+    damage(folder / "reconstructions.npz")
+    page = report(folder)
+    assert "reconstructions.npz was left out: " in page.text
+    assert "pictures" not in page.ids
+
+
+def test_a_run_without_snapshots_has_no_pictures(tmp_path, report):
+    folder = write_run(tmp_path / "run")
+    nothing = {"iterations": [], "originals": np.zeros((8, 784)), "reconstructions": []}
+    np.savez(folder / "reconstructions.npz", **nothing)
+    assert "pictures" not in report(folder).ids
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, "There is no run folder '.*lost'"),
+        (lambda folder: folder.mkdir(), "'.*lost' is no run folder: it has no metrics.jsonl"),
+        (
+            lambda folder: (write_run(folder) / "config.json").write_text("{"),
+            r"cannot read '.*lost.config\.json'",
+        ),
+        (
+            lambda folder: (write_run(folder) / "config.json").write_text("[1]"),
+            r"JSON object; '.*lost.config\.json' holds a list",
+        ),
+    ],
+)
+def test_what_is_no_run_is_refused_in_one_line(tmp_path, report, make, message):
+    make(tmp_path / "lost")
+    with pytest.raises(ReportError, match=message) as error:
+        report(write_run(tmp_path / "good"), tmp_path / "lost")
+    assert isinstance(error.value, KronfacError)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_output_is_replaced_and_its_folder_made(tmp_path):
+    run = write_run(tmp_path / "run")
+    output = tmp_path / "new" / "page.html"
+    for _ in range(2):
+        assert write_report(ReportConfig(runs=(run,), output=output)) == output
+    assert [path.name for path in output.parent.iterdir()] == ["page.html"]
+    with pytest.raises(ReportError, match=r"cannot be written to .*--output") as error:
+        write_report(ReportConfig(runs=(run,), output=output.parent))
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "my run")
+    path = write_report(tyro.cli(ReportConfig, args=["my run"]))
+    assert str(path) == "report.html"
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "Made with kronfac report 'my run'" in page.text
+    assert re.search(r"kronfac [\d.]+, plotly\.js [\d.]+, Python [\d.]+", page.text)
+    given = tyro.cli(ReportConfig, args=["a", "b", "--output", "c.html"])
+    assert given.command == "kronfac report a b --output c.html"
+    with pytest.raises(ValueError, match="at least one run"):
+        ReportConfig(runs=())
+    with pytest.raises(SystemExit):
+        tyro.cli(ReportConfig, args=[])
+    assert "at least one run folder" in capsys.readouterr().err
+
+
+@given(
+    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=2000),
+    st.integers(4, 300),
+)
+def test_thinning_keeps_ends_and_extremes(values, points):
+    values = np.array(values)
+    kept = thin(values, points)
+    assert len(kept) <= max(points, 4)
+    assert (np.diff(kept) > 0).all()
+    assert (kept[0], kept[-1]) == (0, len(values) - 1)
+    assert values[kept].min() == values.min()
+    assert values[kept].max() == values.max()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "—"),
+        (float("inf"), "not finite"),
+        (0.0, "0.000"),
+        (12.3456, "12.35"),
+        (0.0012345, "0.001234"),
+        (70_040.2, "70,040"),
+        (3.2e-7, "3.200e-07"),
+        (1.5e9, "1.500e+09"),
+    ],
+)
+def test_numbers_in_words(value, text):
+    assert number(value) == text
+
+
+def test_text_has_contrast_in_light_and_dark(tmp_path, report):
+    report(write_run(tmp_path / "run"))
+    source = (tmp_path / "page.html").read_text(encoding="utf-8")
+    light, dark = re.findall(r":root \{(.*?)\}", source, flags=re.DOTALL)
+    colours = {}
+    for scheme in (light, dark):
+        colours |= dict(re.findall(r"--([\w-]+): #([0-9a-f]{6})", scheme))
+        for text in ("text", "muted", "accent"):
+            for ground in ("page", "panel", "marked"):
+                # WCAG 2.2, level AA.
+                assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+
+
+def contrast(one, other):
+    def luminance(colour):
+        levels = np.array([int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)])
+        linear = np.where(levels <= 0.04045, levels / 12.92, ((levels + 0.055) / 1.055) ** 2.4)
+        return linear @ [0.2126, 0.7152, 0.0722]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
