@@ -7,9 +7,11 @@ PIP_ARGS ?=
 
 VENV  := .venv
 BIN   := $(VENV)/bin
-STAMP := $(VENV)/.kronfac-installed
+EXPERIMENTS := $(VENV)/.kronfac-experiments
+DEV   := $(VENV)/.kronfac-dev
 PINS  := $(VENV)/.kronfac-constraints.txt
-PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+# Modules are compiled when they are first imported: most of what is installed never is.
+PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS)
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 # One thread for each of the two test workers.
@@ -25,27 +27,32 @@ help:
 	@echo "make setup     only make the environment in $(VENV)"
 	@echo "make clean     remove caches and builds, keep $(VENV)"
 
-setup: $(STAMP)
+setup: $(DEV)
 
 # torch comes first and exactly as pinned, so that nothing after it can pull in
 # another build. The pins are for Python 3.11 and later: some of them have no
 # release for 3.10, where only the pin of torch is used.
-$(STAMP): pyproject.toml constraints.txt
+$(EXPERIMENTS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "kronfac needs Python 3.10 or later; set PYTHON=...")'
 	@test -x $(BIN)/python || { echo "==> creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
 	then cp constraints.txt $(PINS); else echo "$(TORCH)" > $(PINS); fi
 	@echo "==> installing $(TORCH)"
 	@$(PIP) -c $(PINS) "$(TORCH)"
-	@echo "==> installing kronfac with its extras"
-	@$(PIP) -c $(PINS) -e ".[experiments,dev]"
+	@echo "==> installing kronfac and what its experiments need"
+	@$(PIP) -c $(PINS) -e ".[experiments]"
+	@touch $(EXPERIMENTS)
+
+$(DEV): $(EXPERIMENTS)
+	@echo "==> installing what its tests need"
+	@$(PIP) -c $(PINS) -e ".[dev]"
 	@$(PIP) -c $(PINS) --no-deps curvlinops-for-pytorch
-	@touch $(STAMP)
+	@touch $(DEV)
 
-demo: $(STAMP)
-	@$(BIN)/python -m kronfac.experiments.demo
+demo: $(EXPERIMENTS)
+	@$(BIN)/kronfac demo
 
-checks: $(STAMP)
+checks: $(DEV)
 	@echo "==> ruff check"
 	@$(BIN)/ruff check --quiet .
 	@echo "==> ruff format --check"
@@ -56,7 +63,7 @@ checks: $(STAMP)
 	@$(BIN)/lint-imports --no-logo
 
 # For the tests that open a page; they are skipped where it can't be installed.
-browser: $(STAMP)
+browser: $(DEV)
 	@$(BIN)/python -m tests.experiments.browser
 
 test: checks browser
@@ -67,7 +74,7 @@ nightly: checks browser
 	@echo "==> pytest, all tests"
 	@$(PYTEST)
 
-format: $(STAMP)
+format: $(DEV)
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
