@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge
 from kronfac.errors import TargetError
 from kronfac.layers import Layer
 from kronfac.likelihoods import Objective
+from kronfac.minibatch import draws_masks
 from kronfac.statistics import capture
 
 Rows = tuple[Tensor, Tensor]
@@ -55,8 +56,8 @@ class MiniBatchClosure:
         self.rows: tuple[Rows, ...] | None = None
         """Set by a call, where the low-rank route wants it [MG15 §8]."""
         self.activations: dict[str, Tensor] | None = None
-        """Set by a call in one chunk: what the layers returned, for the Fisher products to reuse. In
-        several chunks they would make memory that of the mini-batch."""
+        """Set by a call in one chunk: what the layers returned, for K-FAC's own passes to reuse. In
+        several chunks they would make memory that of the mini-batch; with dropout, other masks."""
 
     def __call__(self) -> Tensor:
         """The loss over the whole mini-batch; gradients are left in the parameters."""
@@ -68,7 +69,8 @@ class MiniBatchClosure:
             part = slice(start, start + self._chunk)
             targets = self._targets[part]
             with ExitStack() as stack:
-                wanted = self._keep_rows or self._chunk >= cases
+                reusable = self._chunk >= cases and not draws_masks(self._model)
+                wanted = self._keep_rows or reusable
                 captured = stack.enter_context(capture(self._layers)) if wanted else None
                 outputs = self._model(*(arg[part] for arg in self._args))
                 loss = self._objective.module(outputs, targets)
@@ -76,7 +78,7 @@ class MiniBatchClosure:
             grads = _remember_grads(captured.outputs()) if captured and self._keep_rows else []
             (loss * share).backward()
             total = total + loss.detach() * share
-            if captured and self._chunk >= cases:
+            if captured and reusable:
                 self.activations = captured.activations()
             if captured and self._keep_rows:
                 kept.append(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 
@@ -63,10 +64,6 @@ class Call:
             outputs=torch.Size((times * self.rows, *self.outputs[1:])),
         )
 
-    def without_activations(self) -> "Call":
-        """The call as if the closure had kept nothing."""
-        return replace(self, activations=None)
-
     def run(self, model: nn.Module, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """The model's outputs (rows, outputs) on these inputs, with other parameters if given."""
         if parameters is None:
@@ -113,6 +110,11 @@ class Batch:
                 calls.append(call.first(left))
                 left -= call.rows
         return Batch(tuple(calls))
+
+
+def draws_masks(model: nn.Module) -> bool:
+    """Whether two passes over the same rows differ, by dropout."""
+    return any(isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in model.modules())
 
 
 def as_matrix(outputs: Tensor) -> Tensor:

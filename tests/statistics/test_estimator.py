@@ -8,7 +8,14 @@ from torch.testing import assert_close
 from kronfac.errors import ClosureError, UnsupportedModelError
 from kronfac.layers import find_layers
 from kronfac.likelihoods import Categorical, Gaussian, objective_of
-from kronfac.statistics import EmpiricalFisher, ExactFisher, Fisher, SampledFisher, estimate
+from kronfac.statistics import (
+    EmpiricalFisher,
+    ExactFisher,
+    Fisher,
+    SampledFisher,
+    capture,
+    estimate,
+)
 from tests.conftest import (
     ACTIVATIONS,
     ALGEBRA,
@@ -344,3 +351,30 @@ def test_no_hooks_and_no_gradients_are_left_behind():
     assert not any(module._forward_hooks for module in model.modules())
     assert all(p.grad is None for p in model.parameters())
     assert not any(M.requires_grad for M in tensors(factors))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["sigmoid", "relu"])
+def test_what_the_closures_pass_left_saves_work_and_changes_nothing(activation, bias):
+    """With the layers' outputs at hand, S₁'s pass makes no product W a of its own."""
+    model, x = mlp([4, 5, 3, 2], activation, bias), normal(12, 4)
+    layers = find_layers(model)
+    with capture(layers) as captured:
+        model(x)
+    kept = batch(x, 2).with_activations(captured.activations())
+    objective = objective_of(Categorical())
+
+    def factors(rows):
+        return tensors(
+            estimate(model, layers, objective, rows, 1.0, ExactFisher(), seeded(), neighbours=True)
+        )
+
+    for fraction in (1.0, 0.5):
+        for reused, plain in zip(
+            factors(kept.first(fraction)), factors(batch(x, 2).first(fraction)), strict=True
+        ):
+            assert_close(reused, plain, **ALGEBRA)
+    # They are really used: with others in their place the statistics are others.
+    wrong = {name: s + 1 for name, s in captured.activations().items()}
+    others = factors(batch(x, 2).with_activations(wrong))
+    assert not torch.allclose(others[1], factors(batch(x, 2))[1])

@@ -3,5 +3,6 @@
 from kronfac.layers.base import Layer, Matrices, dot
 from kronfac.layers.find import find_layers
 from kronfac.layers.linear import LinearLayer
+from kronfac.layers.replaced import replaced
 
-__all__ = ["Layer", "LinearLayer", "Matrices", "dot", "find_layers"]
+__all__ = ["Layer", "LinearLayer", "Matrices", "dot", "find_layers", "replaced"]

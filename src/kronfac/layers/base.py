@@ -64,6 +64,10 @@ class Layer(ABC):
     def module_forward(self, x: Tensor) -> Tensor:
         """The module's output by its class's own forward function, also while that is replaced."""
 
+    @abstractmethod
+    def known_output(self, x: Tensor, s: Tensor) -> Tensor:
+        """s, which the layer is known to return for x, in the autograd graph as if computed from x."""
+
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int]:

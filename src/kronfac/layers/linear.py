@@ -1,6 +1,7 @@
 """nn.Linear: s = W a + b = [W b] [a; 1]."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,10 @@ class LinearLayer(Layer):
     def module_forward(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.module.weight, self.module.bias)
 
+    def known_output(self, x: Tensor, s: Tensor) -> Tensor:
+        known: Tensor = _KnownOutput.apply(x, self.module.weight, s)  # type: ignore[no-untyped-call]
+        return known
+
     @property
     def shape(self) -> tuple[int, int]:
         return self.module.out_features, self.module.in_features + self.has_bias
@@ -71,3 +76,17 @@ class LinearLayer(Layer):
                 "flatten the extra dimensions into the features."
             )
         return x
+
+
+class _KnownOutput(torch.autograd.Function):
+    """x ↦ W x + b with the result given; only the gradient with respect to x is ever asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, s: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return s.clone()  # an activation may overwrite it
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None]:
+        (weight,) = ctx.saved_tensors
+        return (g @ weight if ctx.needs_input_grad[0] else None), None, None

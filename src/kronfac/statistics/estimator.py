@@ -1,14 +1,16 @@
 """Ā and G on the rows S₁: one forward pass, and backward passes from vectors in output space [MG15 §5]."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from kronfac.factors import KroneckerFactors, MovingAverage
-from kronfac.layers import Layer
+from kronfac.layers import Layer, replaced
 from kronfac.likelihoods import Objective
-from kronfac.minibatch import Batch
+from kronfac.minibatch import Batch, Call
 from kronfac.statistics.capture import capture
 from kronfac.statistics.fisher import Fisher
 
@@ -41,7 +43,7 @@ def estimate(
     start = 0
     for call in rows.calls:
         part = None if noise is None else noise[:, start : start + call.rows]
-        with torch.enable_grad(), capture(layers) as captured:
+        with torch.enable_grad(), capture(layers) as captured, _reusing(layers, call):
             outputs = call.run(model)
         average.add(
             "A",
@@ -59,6 +61,15 @@ def estimate(
             )
         start += call.rows
     return average.value()
+
+
+def _reusing(layers: Sequence[Layer], call: Call) -> AbstractContextManager[None]:
+    """Layers that return what they returned in the closure's pass, where that was kept."""
+    if call.activations is None:
+        return nullcontext()
+    return replaced(
+        layers, [partial(layer.known_output, s=call.activations[layer.name]) for layer in layers]
+    )
 
 
 def _flat(x: Tensor) -> Tensor:

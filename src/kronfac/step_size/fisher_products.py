@@ -9,17 +9,15 @@ closure's pass has left it, and gives every copy the tangent W ȧ + V ā of its 
 between the layers is differentiated by torch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.modules.dropout import _DropoutNd
 
-from kronfac.layers import Layer, Matrices
+from kronfac.layers import Layer, Matrices, replaced
 from kronfac.likelihoods import Likelihood
-from kronfac.minibatch import Batch, Call
+from kronfac.minibatch import Batch, Call, draws_masks
 
 
 def fisher_gram(
@@ -68,11 +66,9 @@ def pushforward(
     model: nn.Module, layers: Sequence[Layer], call: Call, directions: Sequence[Matrices]
 ) -> tuple[Tensor, Tensor]:
     """f(x, θ) (rows, outputs) and J v for every direction (k, rows, outputs)."""
-    if not _draws_masks(model):
+    if not draws_masks(model):
         return _dual_pass(model, layers, call, directions)
-    # Every direction has to see the same masks: one pass each, from the same seed. What the closure's
-    # pass left has other masks.
-    call = call.without_activations()
+    # Every direction has to see the same masks: one pass each, from the same seed.
     device = directions[0][0].device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         seed = int(torch.randint(2**31, ()))
@@ -84,17 +80,13 @@ def pushforward(
     return outputs, torch.cat(tangents)
 
 
-def _draws_masks(model: nn.Module) -> bool:
-    return any(isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in model.modules())
-
-
 def _dual_pass(
     model: nn.Module, layers: Sequence[Layer], call: Call, directions: Sequence[Matrices]
 ) -> tuple[Tensor, Tensor]:
     forwards = [
         _dual_forward(layer, [V[i] for V in directions], call) for i, layer in enumerate(layers)
     ]
-    with forward_ad.dual_level(), _replaced(layers, forwards):
+    with forward_ad.dual_level(), replaced(layers, forwards):
         dual = call.repeated(len(directions)).run(model)
         outputs, tangents = forward_ad.unpack_dual(dual)
     assert tangents is not None
@@ -115,17 +107,3 @@ def _dual_forward(layer: Layer, V: Sequence[Tensor], call: Call) -> Callable[[Te
         return dual
 
     return forward
-
-
-@contextmanager
-def _replaced(
-    layers: Sequence[Layer], forwards: Sequence[Callable[[Tensor], Tensor]]
-) -> Iterator[None]:
-    """The layers' modules with other forward functions, while this context lasts."""
-    try:
-        for layer, forward in zip(layers, forwards, strict=True):
-            layer.module.forward = forward
-        yield
-    finally:
-        for layer in layers:
-            layer.module.__dict__.pop("forward", None)
