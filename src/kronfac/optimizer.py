@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +14,9 @@ from kronfac import state as saving
 from kronfac.closure import MiniBatchClosure
 from kronfac.errors import ClosureError, StateError
 from kronfac.inverses import ApproximateInverse, BlockDiagonalInverse, BlockTridiagonalInverse
-from kronfac.layers import Layer, Matrices, find_layers
+from kronfac.layers import Layer, find_layers
 from kronfac.likelihoods import objective_of
+from kronfac.parameters import as_loss, gradient, loss_at, move
 from kronfac.proposal import Network, Point, RefusedError
 from kronfac.report import Event, StepReport, Stopwatch
 from kronfac.state import State
@@ -203,20 +204,20 @@ class KFAC(torch.optim.Optimizer):
                 "own: use optimizer.step(optimizer.closure(x, y))."
             )
         weight_decay = float(self.param_groups[0]["weight_decay"])
-        gradient = _gradient(layers, weight_decay, stale)
+        grad = gradient(layers, weight_decay, stale)
         point = Point(
-            loss=_as_loss(returned, gradient[0].device),
-            gradient=gradient,
+            loss=as_loss(returned, grad[0].device),
+            gradient=grad,
             weight_decay=weight_decay,
             batch=batch,
-            reevaluate=lambda delta: _loss_at(closure, layers, delta),
+            reevaluate=lambda delta: loss_at(closure, layers, delta),
             rows=rows,
         )
         return returned, layers, point
 
     def _commit(self, layers: list[Layer], transition: Transition) -> None:
         self.layers, self._chain_known = layers, True
-        _move(layers, transition.delta)
+        move(layers, transition.delta)
         self._state, self.report = transition.state, transition.report
 
     @property
@@ -255,69 +256,6 @@ class KFAC(torch.optim.Optimizer):
                 "changing the model."
             )
         super().add_param_group(param_group)
-
-
-def _gradient(
-    layers: Sequence[Layer],
-    weight_decay: float,
-    stale: Mapping[nn.Parameter, tuple[Tensor, int]],
-) -> Matrices:
-    """∇h, the weight decay's ηθ included; of what was there before the closure nothing counts.
-
-    `stale` holds those gradients with their versions, which every write to a tensor counts up.
-    """
-    gradients = []
-    for layer in layers:
-        grads = []
-        for p in layer.parameters():
-            old, version = stale.get(p, (None, 0))
-            if p.grad is not None and (p.grad is not old or p.grad._version != version):
-                grads.append(p.grad)
-        if len(grads) < len(layer.parameters()):
-            raise ClosureError(
-                f"The closure left no gradient in layer {layer.name!r}: it has to call "
-                "backward() on a loss that depends on every trained layer."
-            )
-        V = grads[0].new_empty(layer.shape)
-        for part, grad, p in zip(layer.split(V), grads, layer.parameters(), strict=True):
-            torch.add(grad, p, alpha=weight_decay, out=part)
-        gradients.append(V)
-    return tuple(gradients)
-
-
-def _loss_at(closure: Callable[[], Any], layers: Sequence[Layer], delta: Matrices) -> Tensor:
-    """What the closure returns at θ + δ; θ and its gradients are put back as they were."""
-    parameters = [p for layer in layers for p in layer.parameters()]
-    kept = [(p.clone(), p.grad) for p in parameters]
-    try:
-        for p in parameters:
-            p.grad = None
-        _move(layers, delta)
-        with torch.enable_grad():
-            returned = closure()
-        return _as_loss(returned, delta[0].device)
-    finally:
-        for p, (value, grad) in zip(parameters, kept, strict=True):
-            p.copy_(value)
-            p.grad = grad
-
-
-def _move(layers: Sequence[Layer], delta: Matrices) -> None:
-    """θ ← θ + δ."""
-    for layer, V in zip(layers, delta, strict=True):
-        for parameter, part in zip(layer.parameters(), layer.split(V), strict=True):
-            parameter.add_(part)
-
-
-def _as_loss(returned: Any, device: torch.device) -> Tensor:
-    """What the closure returned as a tensor without dimensions; a Python number is float64."""
-    dtype = torch.float64 if isinstance(returned, float) else None
-    try:
-        return torch.as_tensor(returned, dtype=dtype, device=device).detach().reshape(())
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ClosureError(
-            f"The closure has to return the loss, one number; got {returned!r}."
-        ) from error
 
 
 T = TypeVar("T")

@@ -93,7 +93,7 @@ def contestants(problem: problems.Problem, seed: int) -> Iterator[tuple[str, nn.
     loss = kronfac.Bernoulli()
     eta = problem.weight_decay
     model = problems.build_model(problem, seed)
-    yield "K-FAC", model, kfac_step(model, loss, eta)
+    yield "K-FAC, τ₁ 1/4, τ₂ 1/2", model, kfac_step(model, loss, eta)
     model = problems.build_model(problem, seed)
     adam = torch.optim.Adam(model.parameters(), lr=3e-3, weight_decay=eta)
     yield "Adam, lr 3e-3", model, first_order_step(adam, model, loss)
