@@ -114,7 +114,8 @@ def propose(
             product = inverse.mv_low_rank(point.gradient, point.rows, decayed)
         else:
             product = inverse.mv(point.gradient)
-        directions = [tuple(U.neg_() for U in product)]
+        # Not in place: an inverse of the user's own may give back the gradient itself.
+        directions = [tuple(U.neg() for U in product)]
         if before.previous_delta is not None:
             directions.append(before.previous_delta)
     with watch("fisher_products"):

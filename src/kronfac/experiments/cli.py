@@ -60,6 +60,12 @@ COMMANDS = {
     "figure": Command(
         "figures", "FigureConfig", "make_figure", "make a figure of the paper, as PNG, PDF and CSV"
     ),
+    "ablate": Command(
+        "ablation",
+        "AblateConfig",
+        "ablate_command",
+        "change one part of K-FAC at a time and see what it was good for",
+    ),
     "data": Command(
         "data_command", "DataConfig", "data_command", "list, fetch or verify the data sets"
     ),

@@ -1,0 +1,26 @@
+"""`kronfac ablate`: K-FAC with one thing changed at a time, a row each, from the same starts.
+
+`rows.py` says what is changed, `trials.py` runs it, `table.py` makes the table and the picture.
+"""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from kronfac.experiments.ablation.config import AblateConfig
+from kronfac.experiments.ablation.rows import rows_named
+from kronfac.experiments.ablation.table import lines_of, show, write
+from kronfac.experiments.ablation.trials import run_trials
+
+__all__ = ["AblateConfig", "ablate_command"]
+
+
+def ablate_command(config: AblateConfig) -> list[Path]:
+    """Run what has not run yet; show the table, write it, draw it."""
+    console = Console(highlight=False, soft_wrap=True)
+    rows = rows_named(config.rows)
+    trials = run_trials(config, rows, console)
+    lines = lines_of(rows, trials, config.sizes.iterations)
+    console.print(config.setting)
+    show(lines, console)
+    return write(config, lines)

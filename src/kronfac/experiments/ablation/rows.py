@@ -1,0 +1,215 @@
+"""What [MG15] says of its parts without showing it, as rows: K-FAC with one thing changed.
+
+Every row is K-FAC with the block-diagonal inverse and the constants of `presets.paper()` but for λ₀,
+and the change that its name says. A row may have several variants, of which the best counts, where
+the thing that takes K-FAC's place has a constant to choose by hand.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kronfac import presets
+from kronfac.experiments.baseline import NesterovMomentum
+from kronfac.factors import KroneckerFactors
+from kronfac.inverses import ApproximateInverse, BlockDiagonalInverse, DampedInverse
+from kronfac.inverses.base import Matrices
+from kronfac.inverses.damping import ExactTikhonov, FactoredTikhonov, Norm
+from kronfac.likelihoods.base import Likelihood
+from kronfac.optimizer import KFAC
+from kronfac.statistics import EmpiricalFisher, SampledFisher
+from kronfac.step_size import (
+    FixedGamma,
+    GammaSearch,
+    LevenbergMarquardt,
+    QuadraticModel,
+    RawStep,
+    TiedGamma,
+)
+
+WHOLE = "K-FAC"
+"""The row that most others are compared with."""
+SEVERAL = 4
+"""Sampled targets a case, where it is not one."""
+LONG = 10
+"""Times as many iterations for first-order rows, whose iterations do less and cost less."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an optimizer is made for."""
+
+    model: nn.Module
+    loss: Likelihood
+    weight_decay: float
+    lambda0: float
+    seed: int
+
+
+Maker = Callable[[Start], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Args:
+        name: What is different.
+        section: Of the paper, where it is stated.
+        variants: The constants to choose by hand, in words, and how the optimizer is made with them;
+            none for the averaged iterates of the row it is compared with.
+        against: The row that it is compared with.
+        stretch: How many times the iterations of the others.
+    """
+
+    name: str
+    section: str
+    variants: dict[str, Maker]
+    against: str = WHOLE
+    stretch: int = 1
+
+
+def _kfac(**changes: Any) -> Maker:
+    """K-FAC with the paper's constants, λ₀ of the start, and these changes."""
+    factor = changes.pop("lambda_factor", 1.0)
+    samples = changes.pop("samples", 1)
+
+    def make(start: Start) -> torch.optim.Optimizer:
+        settings = presets.paper() | {
+            "damping": LevenbergMarquardt(lambda_=factor * start.lambda0),
+            "fisher": SampledFisher(seed=start.seed, samples=samples),
+        }
+        return KFAC(
+            start.model, start.loss, weight_decay=start.weight_decay, **settings | changes
+        )  # fmt: skip
+
+    return make
+
+
+def _nesterov(lr: float, mu_max: float) -> Maker:
+    return lambda start: NesterovMomentum(
+        start.model.parameters(), lr=lr, mu_max=mu_max, weight_decay=start.weight_decay
+    )
+
+
+def _only(maker: Maker) -> dict[str, Maker]:
+    return {"": maker}
+
+
+def _norm(norm: Norm) -> BlockDiagonalInverse:
+    return BlockDiagonalInverse(tikhonov=FactoredTikhonov(norm))
+
+
+EXACT = BlockDiagonalInverse(tikhonov=ExactTikhonov())
+NO_MOMENTUM = "no momentum"
+NESTEROV = "Nesterov momentum on the gradient"
+
+
+@dataclass(frozen=True)
+class _Identity(DampedInverse):
+    """v ↦ v."""
+
+    def mv(self, vectors: Sequence[Tensor]) -> Matrices:
+        return tuple(vectors)
+
+
+@dataclass(frozen=True)
+class NoInverse(ApproximateInverse):
+    """No curvature in the direction: Δ = −∇h. The quadratic model still has the exact Fisher."""
+
+    def prepare(self, factors: KroneckerFactors) -> "NoInverse":
+        """Nothing to prepare."""
+        return self
+
+    def damped(self, gamma: float) -> DampedInverse:
+        """The same for every γ."""
+        return _Identity()
+
+    def load(self, packed: dict[str, Any]) -> DampedInverse:
+        """Nothing to load."""
+        return _Identity()
+
+
+def _heskes(gamma: float) -> Maker:
+    return _kfac(gamma=FixedGamma(gamma), step_size=RawStep(), inverse=_norm("one"))
+
+
+def _plain_tikhonov(factor: float) -> Maker:
+    return _kfac(inverse=EXACT, gamma=TiedGamma(), step_size=RawStep(), lambda_factor=factor)
+
+
+ROWS: tuple[Row, ...] = (
+    Row(WHOLE, "", _only(_kfac())),
+    Row("block-tridiagonal inverse", "§13", _only(_kfac(inverse="block_tridiagonal"))),
+    Row(NO_MOMENTUM, "§7, §13", _only(_kfac(step_size=QuadraticModel(momentum=False)))),
+    Row(
+        "plain Tikhonov (A ⊗ G + (λ + η)I), no re-scaling, no momentum",
+        "§6.2",
+        {f"λ₀ × {factor:g}": _plain_tikhonov(factor) for factor in (1, 10, 100)},
+        against=NO_MOMENTUM,
+    ),
+    Row("exact Tikhonov (A ⊗ G + γ²I)", "§6.3", _only(_kfac(inverse=EXACT))),
+    Row("π = 1", "§6.3", _only(_kfac(inverse=_norm("one")))),
+    Row("π by the Frobenius norm", "§6.3", _only(_kfac(inverse=_norm("frobenius")))),
+    Row("π by the spectral norm", "§6.3", _only(_kfac(inverse=_norm("spectral")))),
+    Row("γ = √(λ + η), no γ of its own", "§6.6", _only(_kfac(gamma=TiedGamma()))),
+    Row(
+        "γ judged by h instead of M",
+        "§6.6",
+        _only(_kfac(gamma=GammaSearch(maximum=1.0, criterion="objective"))),
+    ),
+    Row(f"{SEVERAL} sampled targets a case", "§5", _only(_kfac(samples=SEVERAL))),
+    Row("empirical Fisher", "§5", _only(_kfac(fisher=EmpiricalFisher()))),
+    Row("τ₂ = 1 instead of ¼", "§8", _only(_kfac(fisher_fraction=1.0))),
+    Row("averaged iterates", "§13", {}),
+    Row(
+        "Heskes: fixed γ for all layers, no re-scaling, no momentum",
+        "§11",
+        {f"γ = {gamma:g}": _heskes(gamma) for gamma in (0.03, 0.1, 0.3, 1, 3)},
+        against=NO_MOMENTUM,
+    ),
+    Row(
+        NESTEROV,
+        "§13",
+        {
+            f"ε = {lr:g}, μ_max = {mu:g}": _nesterov(lr, mu)
+            for lr in (0.003, 0.01, 0.03)
+            for mu in (0.9, 0.99)
+        },
+        stretch=LONG,
+    ),
+    Row(
+        "K-FAC's momentum on the gradient",
+        "§13",
+        _only(_kfac(inverse=NoInverse())),
+        against=NESTEROV,
+        stretch=LONG,
+    ),
+)
+
+
+def rows_named(words: Sequence[str]) -> tuple[Row, ...]:
+    """The rows with one of the words in their names, and those they are compared with; all for none.
+
+    Raises:
+        ValueError: a word is in no name.
+    """
+    for word in words:
+        if not any(_in(word, row) for row in ROWS):
+            raise ValueError(f"No row has {word!r} in its name: {'; '.join(r.name for r in ROWS)}.")
+    by_name = {row.name: row for row in ROWS}
+    needed: set[str] = set()
+    names = [row.name for row in ROWS if not words or any(_in(word, row) for word in words)]
+    while names:
+        name = names.pop()
+        if name not in needed:
+            needed.add(name)
+            names.append(by_name[name].against)
+    return tuple(row for row in ROWS if row.name in needed)
+
+
+def _in(word: str, row: Row) -> bool:
+    return word.lower() in row.name.lower()
