@@ -1,45 +1,70 @@
-"""The demo with tiny settings: it trains, draws, and its verdict follows from its numbers."""
+"""The demo with tiny settings: it trains, writes the page, and its verdict follows from its numbers."""
 
 import pytest
-from rich.console import Console
 
-from kronfac.experiments import demo, problems
+from kronfac.experiments import demo
+from kronfac.experiments.config import TrainConfig
+from kronfac.experiments.report.runs import Run
+from tests.experiments.runs import kronfac, rows, write_cases
 
 
 @pytest.fixture
-def small(monkeypatch):
-    problem = problems.Problem("curves", (784, 20, 6, 20, 784), "bernoulli", 1e-5, 300, 100)
-    monkeypatch.setattr(problems, "CURVES", problem)
-    return demo.Settings(seconds=0.3, batch=100, threads=1)
+def tiny(tmp_path):
+    """Runs the demo on data of 16 numbers a case."""
+    source = TrainConfig(data=write_cases(tmp_path), layers="16,8,3")
+    config = demo.DemoConfig(seconds=0.3, batch=40, threads=1, output=tmp_path / "demo")
+    return lambda: demo.demo_command(config, source)
 
 
-def test_all_three_train_for_the_same_time(small):
-    curves = demo.run(small, Console(quiet=True))
-    assert [curve.name.split(",")[0] for curve in curves] == ["K-FAC", "Adam", "Nesterov"]
-    for curve in curves:
-        assert curve.iterations > 0
-        assert curve.seconds[0] == 0
-        assert curve.seconds[-1] >= small.seconds
-        assert curve.final < curve.errors[0]
+def test_it_ends_in_a_page_and_a_verdict_of_three_lines(tiny, tmp_path, capsys):
+    page = tiny()
+    assert page == tmp_path / "demo" / "report.html"
+    text = page.read_text()
+    assert all(f'"{name}"' in text for name in ("kfac", "nesterov", "adamw"))
+    for name in ("kfac", "nesterov", "adamw"):
+        run = rows(tmp_path / "demo" / name)
+        assert run[-1]["seconds"] >= 0.3
+        assert run[-1]["train_error"] < run[0]["train_error"]
+        assert sum("train_error" in row for row in run) > 2
+    printed = capsys.readouterr().out.rstrip().splitlines()
+    assert printed[-3].startswith("K-FAC ended at an error of ")
+    assert printed[-1].startswith("It took ")
 
 
-def test_it_ends_in_a_picture_and_a_verdict(small, tmp_path, capsys):
-    demo.main(demo.Settings(**vars(small) | {"output": tmp_path / "demo"}))
-    assert (tmp_path / "demo" / "error_against_seconds.png").stat().st_size > 10_000
-    printed = capsys.readouterr().out
-    assert "K-FAC ended at" in printed
-    assert "error_against_seconds.png" in printed.replace("\n", "")
+def test_all_start_from_the_same_parameters(tiny, tmp_path):
+    tiny()
+    starts = {rows(tmp_path / "demo" / name)[0]["train_error"] for name in ("kfac", "nesterov")}
+    assert len(starts) == 1
 
 
-def curve(name, errors, iterations=10):
-    return demo.Curve(name, [float(t) for t in range(len(errors))], errors, iterations, errors[-1])
+def test_an_earlier_demo_is_left_alone(tiny, tmp_path):
+    first = tiny()
+    before = first.read_bytes()
+    assert tiny() == tmp_path / "demo-2" / "report.html"
+    assert first.read_bytes() == before
+
+
+@pytest.mark.parametrize("words", [("--seconds", "0"), ("--batch", "-1"), ("--threads", "0")])
+def test_mistakes_are_answered_with_a_line(words, capsys):
+    assert kronfac("demo", *words) == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def run(*errors):
+    names = ("iteration", "cases", "seconds", "train_error")
+    points = [(10 * t, 5000 * t, float(t), e) for t, e in enumerate(errors)]
+    return Run("", {}, tuple(dict(zip(names, p, strict=True)) for p in points), None, ())
 
 
 def test_the_verdict_says_who_won():
-    fast, slow = [8.0, 2.0, 1.0], [8.0, 5.0, 4.0]
-    won = demo.verdict([curve("K-FAC", fast), curve("Adam", slow), curve("NAG", [8.0, 7.0, 6.0])])
-    assert "4.0 times lower" in won[0]
-    assert "after 1.0 of 2 seconds" in won[1]
-    lost = demo.verdict([curve("K-FAC", slow), curve("Adam", fast), curve("NAG", slow)])
-    assert "above Adam" in lost[0]
-    assert len(lost) == 2
+    labels = ["K-FAC", "Nesterov momentum", "AdamW"]
+    won = demo.verdict(labels, [run(8.0, 2.0, 1.0), run(8.0, 7.0, 6.0), run(8.0, 5.0, 4.0)])
+    assert won == [
+        "K-FAC ended at an error of 1.00, Nesterov momentum at 6.00 and AdamW at 4.00, after equal "
+        "time.",
+        "That is 4.0 times lower than AdamW, whose final error it had passed after 1 of 2 seconds.",
+        "It took 20 steps, AdamW 20 in the same time.",
+    ]
+    lost = demo.verdict(labels, [run(8.0, 5.0, 4.0), run(8.0, 7.0, 6.0), run(8.0, 2.0, 1.0)])
+    assert lost[1].startswith("AdamW is ahead, by a factor of 4.0")
+    assert len(lost) == 3

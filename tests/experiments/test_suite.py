@@ -1,5 +1,6 @@
 """A suite runs each of its runs once, goes on where it was stopped, and refuses other settings."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from rich.console import Console
 from kronfac.experiments.config import Limits, TrainConfig
 from kronfac.experiments.report.runs import Run
 from kronfac.experiments.run_directory import RunError
-from kronfac.experiments.suite import Member, error_at, run_suite
+from kronfac.experiments.suite import Member, error_at, evaluations, run_suite
 from tests.experiments.runs import assert_same_run, write_cases
 
 QUIET = Console(quiet=True)
@@ -52,7 +53,7 @@ def test_a_folder_with_another_run_is_refused(tmp_path):
 
 def run_of(*rows):
     named = [
-        {"iteration": k, "seconds": s} | ({} if e is None else {"train_error": e})
+        {"iteration": k, "cases": 10 * k, "seconds": s} | ({} if e is None else {"train_error": e})
         for k, s, e in rows
     ]
     return Run("run", {}, tuple(named), None, ())
@@ -62,10 +63,16 @@ def test_the_error_at_a_mark_is_the_last_one_evaluated_by_then():
     run = run_of((0, 0.0, 9.0), (1, 1.5, None), (2, 3.0, 4.0), (3, 4.5, 2.0))
     assert error_at(run, "seconds", 2.9) == 9.0
     assert error_at(run, "seconds", 3.0) == 4.0
-    assert error_at(run, "iteration", 3) == 2.0
+    assert error_at(run, "cases", 30) == 2.0
     assert error_at(run, "seconds", 5.0) is None, "the run did not get there"
 
 
 def test_the_averaged_error_counts_where_it_is_smaller():
-    rows = ({"iteration": 1, "train_error": 3.0, "averaged_train_error": 2.0},)
+    row = {"iteration": 1, "cases": 10, "seconds": 1.0}
+    rows = (row | {"train_error": 3.0, "averaged_train_error": 2.0},)
     assert error_at(Run("run", {}, rows, None, ()), "iteration", 1) == 2.0
+
+
+def test_an_error_that_is_not_finite_is_infinite():
+    row = {"iteration": 1, "cases": 10, "seconds": 1.0, "train_error": None}
+    assert [point.error for point in evaluations(Run("run", {}, (row,), None, ()))] == [math.inf]

@@ -70,7 +70,10 @@ COMMANDS = {
         "data_command", "DataConfig", "data_command", "list, fetch or verify the data sets"
     ),
     "demo": Command(
-        "demo", "Settings", "main", "two minutes of K-FAC beside Nesterov momentum and Adam"
+        "demo",
+        "DemoConfig",
+        "demo_command",
+        "two minutes of K-FAC beside Nesterov momentum and AdamW, ending in the report",
     ),
 }
 

@@ -1,6 +1,7 @@
 """Several runs for one table, figure or page: each in a folder of its own, none of them run twice."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,29 +65,37 @@ def run_or_continue(config: TrainConfig, task: Task, console: Console) -> Outcom
         return ended.outcome
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """Where a run was measured, and what was found."""
+
+    iteration: int
+    cases: int
+    seconds: float
+    error: float
+    """The smaller training error, of current and averaged parameters [MG15 §13]."""
+
+
+def evaluations(run: Run) -> list[Evaluation]:
+    """All of a run's, in order; one that was not finite is infinite."""
+    found = []
+    for row in run.rows:
+        if "train_error" in row:
+            errors = (row["train_error"], row.get("averaged_train_error"))
+            error = min(math.inf if e is None else float(e) for e in errors)
+            found.append(Evaluation(row["iteration"], row["cases"], row["seconds"], error))
+    return found
+
+
 def error_at(run: Run, axis: str, mark: float) -> float | None:
-    """The smaller training error, of current and averaged parameters, last evaluated by then.
+    """The error last evaluated by then; None where the run did not get as far as `mark`.
 
     Args:
         run: As `run_suite` returned it.
         axis: `iteration`, `cases` or `seconds`.
         mark: On that axis; evaluations after it do not count.
-
-    Returns:
-        None where the run did not get as far as `mark`.
     """
-    found: float | None = None
-    reached = False
-    for row in run.rows:
-        if row[axis] > mark:
-            reached = True
-            break
-        errors = _errors(row)
-        found = min(errors) if errors else found
-        reached = row[axis] == mark
-    return found if reached else None
-
-
-def _errors(row: dict[str, object]) -> list[float]:
-    values: Iterable[object] = (row.get("train_error"), row.get("averaged_train_error"))
-    return [float(value) for value in values if isinstance(value, int | float)]
+    if not run.rows or run.rows[-1][axis] < mark:
+        return None
+    before = [point.error for point in evaluations(run) if getattr(point, axis) <= mark]
+    return before[-1] if before else None
