@@ -9,7 +9,7 @@ from rich.console import Console
 from kronfac.experiments.config import Limits, TrainConfig
 from kronfac.experiments.report.runs import Run
 from kronfac.experiments.run_directory import RunError
-from kronfac.experiments.suite import Member, error_at, evaluations, run_suite
+from kronfac.experiments.suite import Member, error_at, evaluations, first_at, run_suite
 from tests.experiments.runs import assert_same_run, write_cases
 
 QUIET = Console(quiet=True)
@@ -76,3 +76,16 @@ def test_the_averaged_error_counts_where_it_is_smaller():
 def test_an_error_that_is_not_finite_is_infinite():
     row = {"iteration": 1, "cases": 10, "seconds": 1.0, "train_error": None}
     assert [point.error for point in evaluations(Run("run", {}, (row,), None, ()))] == [math.inf]
+
+
+def test_where_an_error_is_reached_is_interpolated_in_its_logarithm():
+    run = run_of((0, 0.0, 16.0), (10, 1.0, 4.0), (20, 3.0, 1.0), (30, 4.0, 2.0))
+    assert first_at(run, "iteration", 8.0) == pytest.approx(5.0)
+    assert first_at(run, "seconds", 2.0) == pytest.approx(2.0)
+    assert first_at(run, "cases", 4.0) == pytest.approx(100.0)
+    assert first_at(run, "iteration", 0.5) is None
+
+
+def test_after_an_error_that_is_not_finite_the_evaluation_itself_counts():
+    run = run_of((0, 0.0, math.inf), (10, 1.0, 4.0))
+    assert first_at(run, "iteration", 8.0) == 10

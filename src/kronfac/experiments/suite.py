@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -99,3 +100,18 @@ def error_at(run: Run, axis: str, mark: float) -> float | None:
         return None
     before = [point.error for point in evaluations(run) if getattr(point, axis) <= mark]
     return before[-1] if before else None
+
+
+def first_at(run: Run, axis: str, error: float) -> float | None:
+    """Where on `axis` the error was first reached, log error being a straight line between evaluations.
+
+    None where it was not reached.
+    """
+    for before, after in pairwise(evaluations(run)):
+        if after.error <= error < before.error:
+            start, end = getattr(before, axis), getattr(after, axis)
+            if not 0 < after.error < before.error < math.inf:
+                return float(end)
+            share = math.log(before.error / error) / math.log(before.error / after.error)
+            return float(start + share * (end - start))
+    return None

@@ -1,0 +1,281 @@
+"""The MNIST autoencoder in equal time: K-FAC with both inverses, tuned Nesterov momentum, tuned AdamW.
+
+K-FAC has `--preset paper` and nothing chosen; the learning rates of the others come from `kronfac
+tune`. Every run is a folder of `kronfac train`, seeds outermost so that a slow hour of the machine hits
+all methods; what has run is not run again, and a stopped comparison goes on.
+
+    python benchmarks/mnist_comparison.py --output docs/results/mnist_comparison.md
+"""
+
+import csv
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from kronfac.experiments.config import (
+    FirstOrderOptions,
+    KfacOptions,
+    Limits,
+    Recording,
+    TrainConfig,
+)
+from kronfac.experiments.report.runs import Run
+from kronfac.experiments.suite import Member, error_at, evaluations, first_at, run_suite
+
+SECONDS = (30.0, 60.0, 120.0, 300.0)
+ITERATIONS = (50, 100, 150, 200)
+CASES = (100_000, 200_000, 500_000, 1_000_000)
+ERRORS = (40.0, 20.0, 10.0, 8.0, 6.0, 5.0)
+"""For progress an iteration of the two inverses."""
+STYLES = {
+    "K-FAC, block-tridiagonal": ("#0072B2", "-"),
+    "K-FAC, block-diagonal": ("#56B4E9", "--"),
+    "Nesterov momentum": ("#D55E00", "-."),
+    "AdamW": ("#009E73", ":"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """K-FAC beside the tuned baseline and tuned AdamW on MNIST, in equal optimiser time."""
+
+    nag_lr: float = 0.01
+    """Learning rate of Nesterov momentum, from `kronfac tune mnist --optimizer nag`."""
+    nag_mu_max: float = 0.99
+    adamw_lr: float = 1e-3
+    """From `kronfac tune mnist --optimizer adamw`."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    seconds: float = 300.0
+    """Of optimiser time, each run."""
+    evaluation_cases: int = 10_000
+    """Training cases that the error is measured on, the first ones."""
+    threads: int = 2
+    runs: Path = Path("runs/mnist_comparison")
+    output: Path | None = None
+    """Markdown file to write; numbers and a picture go beside it."""
+
+
+def members(settings: Settings) -> list[Member]:
+    """Every method from every seed's start."""
+    nag = FirstOrderOptions(settings.nag_lr, settings.nag_mu_max)
+    tridiagonal = KfacOptions(inverse="block_tridiagonal", preset="paper")
+    methods: dict[str, tuple[str, KfacOptions, FirstOrderOptions]] = {
+        "K-FAC, block-tridiagonal": ("kfac", tridiagonal, FirstOrderOptions()),
+        "K-FAC, block-diagonal": ("kfac", KfacOptions(preset="paper"), FirstOrderOptions()),
+        "Nesterov momentum": ("nag", KfacOptions(), nag),
+        "AdamW": ("adamw", KfacOptions(), FirstOrderOptions(settings.adamw_lr)),
+    }
+    return [
+        Member(
+            f"{label}, seed {seed}",
+            TrainConfig(
+                problem="mnist",
+                optimizer=optimizer,
+                kfac=kfac,
+                first_order=first_order,
+                limits=Limits(seconds=settings.seconds),
+                recording=Recording(
+                    # A little before the marks, so that no step is cut by one.
+                    evaluate_at=tuple(0.99 * mark for mark in SECONDS),
+                    evaluate_every=10 if optimizer == "kfac" else 200,
+                    evaluation_cases=settings.evaluation_cases,
+                    tensorboard=False,
+                ),
+                seed=seed,
+                threads=settings.threads,
+                run_dir=settings.runs / f"{label.replace(', ', '-').replace(' ', '-')}-{seed}",
+            ),
+        )
+        for seed in settings.seeds
+        for label, (optimizer, kfac, first_order) in methods.items()
+    ]
+
+
+Methods = dict[str, list[Run]]
+"""Runs by method, in the order of the seeds."""
+
+
+def cell(values: Sequence[float | None], digits: int = 3) -> str:
+    """Median (least – most), and how many have none."""
+    there = [value for value in values if value is not None]
+    if len(there) < len(values):
+        return "not reached" if not there else f"reached by {len(there)} of {len(values)}"
+    low, high = min(there), max(there)
+    return f"{statistics.median(there):.{digits}g} ({low:.{digits}g} – {high:.{digits}g})"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table."""
+    return [
+        f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)
+    ]  # fmt: skip
+
+
+def errors_at(methods: Methods, axis: str, marks: Sequence[float], unit: str) -> list[str]:
+    """A table of errors."""
+    head = ["", *(f"{mark:,.0f} {unit}" for mark in marks)]
+    rows = [
+        [label, *(cell([error_at(run, axis, mark) for run in runs]) for mark in marks)]
+        for label, runs in methods.items()
+    ]
+    return markdown(head, rows)
+
+
+def progress_an_iteration(methods: Methods) -> list[str]:
+    """Iterations to fixed errors, block-diagonal over block-tridiagonal."""
+    pairs = list(
+        zip(methods["K-FAC, block-diagonal"], methods["K-FAC, block-tridiagonal"], strict=True)
+    )
+    rows = []
+    for error in ERRORS:
+        found = [[first_at(run, "iteration", error) for run in pair] for pair in pairs]
+        ratios = [None if None in pair else pair[0] / pair[1] for pair in found]  # type: ignore[operator]
+        rows.append(
+            [f"{error:g}", *(cell([pair[i] for pair in found]) for i in (0, 1)), cell(ratios)]
+        )
+    return markdown(
+        ["error", "iterations, block-diagonal", "iterations, block-tridiagonal", "ratio"], rows
+    )
+
+
+def speed(methods: Methods) -> list[str]:
+    """How far each got."""
+    rows = []
+    for label, runs in methods.items():
+        last = [run.rows[-1] for run in runs]
+        pace = [1000 * row["seconds"] / row["iteration"] for row in last]
+        tests = [row["test_error"] for row in last]
+        rows.append(
+            [
+                label,
+                cell([row["iteration"] for row in last], 6),
+                cell([row["cases"] for row in last], 8),
+                cell(pace),
+                cell(tests),
+            ]
+        )
+    return markdown(["", "iterations", "cases", "ms an iteration", "test error at the end"], rows)
+
+
+def text(settings: Settings, methods: Methods) -> str:
+    """The page."""
+    command = (
+        f"python benchmarks/mnist_comparison.py --nag-lr {settings.nag_lr:g} "
+        f"--nag-mu-max {settings.nag_mu_max:g} --adamw-lr {settings.adamw_lr:g}"
+    )
+    lines = [
+        "# MNIST in equal time",
+        "",
+        f"Made by `{command} --output docs/results/mnist_comparison.md`.",
+        "",
+        "MNIST autoencoder 784-1000-500-250-30 and back, η = 1e-5, float32, "
+        f"{settings.threads} threads on {os.cpu_count()} shared cores, torch {torch.__version__}, seeds "
+        f"{', '.join(map(str, settings.seeds))}; in each seed all methods start from the same "
+        "parameters. K-FAC: `--preset paper` (λ₀ = 150, τ₁ = 1/8, τ₂ = 1/4, mini-batches growing from "
+        f"1000), nothing chosen. Nesterov momentum: ε = {settings.nag_lr:g}, μ_max = "
+        f"{settings.nag_mu_max:g}, mini-batches of 500. AdamW: ε = {settings.adamw_lr:g}, mini-batches "
+        "of 500. Training error: squared reconstruction error a case on the first "
+        f"{settings.evaluation_cases:,} training cases, the smaller one of current and averaged "
+        "parameters (AdamW is not averaged), last evaluated by the mark. Median (least – most) of the "
+        "seeds. Seconds are optimiser time, evaluation excluded.",
+        "",
+        "![Training error against seconds, iterations and cases](mnist_comparison.png)",
+        "",
+        "## At equal seconds",
+        "",
+        *errors_at(methods, "seconds", SECONDS, "s"),
+        "",
+        "## At equal iterations",
+        "",
+        *errors_at(methods, "iteration", ITERATIONS, "iterations"),
+        "",
+        "## At equal cases",
+        "",
+        *errors_at(methods, "cases", CASES, "cases"),
+        "",
+        "## How far each got",
+        "",
+        *speed(methods),
+        "",
+        "## Progress an iteration of the two inverses",
+        "",
+        "Iterations to an error, seed by seed, and the ratio; the paper reads 1.25 to 1.4 off its figure "
+        "11.",
+        "",
+        *progress_an_iteration(methods),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def picture(methods: Methods, title: str) -> Figure:
+    """Error against seconds, iterations and cases, a thin line a seed."""
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    axes = figure.subplots(1, 3, sharey=True)
+    names = (("seconds", "seconds"), ("iteration", "iterations"), ("cases", "training cases"))
+    for ax, (axis, name) in zip(axes, names, strict=True):
+        for label, runs in methods.items():
+            colour, line = STYLES[label]
+            for index, run in enumerate(runs):
+                points = evaluations(run)
+                ax.plot(
+                    [getattr(point, axis) for point in points],
+                    [point.error for point in points],
+                    line,
+                    color=colour,
+                    linewidth=1.4,
+                    label=None if index else label,
+                )
+        ax.set_yscale("log")
+        if axis != "seconds":
+            ax.set_xscale("log")
+            ax.set_xlim(10 if axis == "iteration" else 5000, None)
+        ax.set_xlabel(name)
+        ax.grid(True, which="both", alpha=0.2)
+    axes[0].set_ylabel("training error, squared, a case")
+    axes[0].legend(fontsize=9)
+    return figure
+
+
+def write(path: Path, settings: Settings, methods: Methods) -> None:
+    """The page, every evaluation as CSV, and the picture."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text(settings, methods), encoding="utf-8")
+    with path.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["method", "seed", "iteration", "cases", "seconds", "error"])
+        for label, runs in methods.items():
+            for seed, run in zip(settings.seeds, runs, strict=True):
+                writer.writerows(
+                    [label, seed, p.iteration, p.cases, f"{p.seconds:.3f}", f"{p.error:.5g}"]
+                    for p in evaluations(run)
+                )
+    title = (
+        f"MNIST autoencoder, same start, {settings.threads} threads, seeds "
+        f"{', '.join(map(str, settings.seeds))}; K-FAC --preset paper, the others tuned"
+    )
+    picture(methods, title).savefig(path.with_suffix(".png"), dpi=130)
+
+
+def main(settings: Settings) -> None:
+    """Run, tell, write."""
+    console = Console(highlight=False, soft_wrap=True)
+    runs = run_suite(members(settings), console)
+    # Seeds are outermost: every so many runs it is the same method again.
+    methods = {label: runs[i :: len(STYLES)] for i, label in enumerate(STYLES)}
+    console.print(text(settings, methods))
+    if settings.output is not None:
+        write(settings.output, settings, methods)
+        console.print(f"Wrote {settings.output}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings))
