@@ -9,8 +9,10 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pooch
+import requests
 
 from kronfac.errors import KronfacError
 
@@ -81,7 +83,7 @@ def fetch(file: DataFile, cache: Path | None = None) -> Path:
             )
         # The errors of requests are OSErrors; a wrong checksum is pooch's ValueError.
         except (OSError, ValueError) as error:
-            failures.append(f"  {url}: {type(error).__name__}: {error}")
+            failures.append(f"{urlsplit(url).hostname} ({_reason(error)})")
         else:
             return target
     raise DataError(_missing(file, target, failures))
@@ -104,10 +106,23 @@ def _verify(path: Path, sha256: str) -> None:
         )
 
 
+def _reason(error: Exception) -> str:
+    """A few words: what requests and urllib3 say is a paragraph."""
+    if isinstance(error, requests.Timeout):
+        return "no answer"
+    if isinstance(error, requests.ConnectionError):
+        return "not reached"
+    if isinstance(error, requests.HTTPError) and error.response is not None:
+        return f"status {error.response.status_code}"
+    if isinstance(error, ValueError):
+        return "sent another file"
+    return f"{type(error).__name__}: {error}"
+
+
 def _missing(file: DataFile, target: Path, failures: list[str]) -> str:
-    tried = "\n".join(failures) or "  it has no public mirror"
+    tried = ", ".join(failures) or "it has no public mirror"
     return (
-        f"The data file {file.path} is not on this machine and could not be downloaded:\n{tried}\n"
+        f"The data file {file.path} is not on this machine and could not be downloaded: {tried}. "
         f"Put it at {target}, or in the folder that the environment variable {DATA_VARIABLE} "
         f"names, as <folder>/{file.path}. Its SHA-256 is {file.sha256}."
     )
