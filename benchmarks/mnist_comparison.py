@@ -26,8 +26,9 @@ from kronfac.experiments.config import (
     Recording,
     TrainConfig,
 )
+from kronfac.experiments.error_curve import Axis, ErrorCurve, progress_ratio
 from kronfac.experiments.report.runs import Run
-from kronfac.experiments.suite import Member, error_at, evaluations, first_at, run_suite
+from kronfac.experiments.suite import Member, run_suite
 
 SECONDS = (30.0, 60.0, 120.0, 300.0)
 ITERATIONS = (50, 100, 150, 200)
@@ -82,8 +83,7 @@ def members(settings: Settings) -> list[Member]:
                 first_order=first_order,
                 limits=Limits(seconds=settings.seconds),
                 recording=Recording(
-                    # A little before the marks, so that no step is cut by one.
-                    evaluate_at=tuple(0.99 * mark for mark in SECONDS),
+                    evaluate_at=SECONDS,
                     evaluate_every=10 if optimizer == "kfac" else 200,
                     evaluation_cases=settings.evaluation_cases,
                     tensorboard=False,
@@ -118,11 +118,11 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]  # fmt: skip
 
 
-def errors_at(methods: Methods, axis: str, marks: Sequence[float], unit: str) -> list[str]:
-    """A table of errors."""
+def errors_at(methods: Methods, axis: Axis, marks: Sequence[float], unit: str) -> list[str]:
+    """A table of errors; between evaluations log(error) is a straight line."""
     head = ["", *(f"{mark:,.0f} {unit}" for mark in marks)]
     rows = [
-        [label, *(cell([error_at(run, axis, mark) for run in runs]) for mark in marks)]
+        [label, *(cell([ErrorCurve.of(run).at(axis, mark) for run in runs]) for mark in marks)]
         for label, runs in methods.items()
     ]
     return markdown(head, rows)
@@ -130,16 +130,23 @@ def errors_at(methods: Methods, axis: str, marks: Sequence[float], unit: str) ->
 
 def progress_an_iteration(methods: Methods) -> list[str]:
     """Iterations to fixed errors, block-diagonal over block-tridiagonal."""
-    pairs = list(
-        zip(methods["K-FAC, block-diagonal"], methods["K-FAC, block-tridiagonal"], strict=True)
+    diagonal, tridiagonal = (
+        [ErrorCurve.of(run) for run in methods[f"K-FAC, block-{kind}"]]
+        for kind in ("diagonal", "tridiagonal")
     )
-    rows = []
-    for error in ERRORS:
-        found = [[first_at(run, "iteration", error) for run in pair] for pair in pairs]
-        ratios = [None if None in pair else pair[0] / pair[1] for pair in found]  # type: ignore[operator]
-        rows.append(
-            [f"{error:g}", *(cell([pair[i] for pair in found]) for i in (0, 1)), cell(ratios)]
-        )
+    rows = [
+        [
+            f"{error:g}",
+            *(cell([c.reaches("iteration", error) for c in cs]) for cs in (diagonal, tridiagonal)),
+            cell(
+                [
+                    progress_ratio(fast, slow, "iteration", error)
+                    for fast, slow in zip(tridiagonal, diagonal, strict=True)
+                ]
+            ),
+        ]
+        for error in ERRORS
+    ]
     return markdown(
         ["error", "iterations, block-diagonal", "iterations, block-tridiagonal", "ratio"], rows
     )
@@ -183,8 +190,8 @@ def text(settings: Settings, methods: Methods) -> str:
         f"{settings.nag_mu_max:g}, mini-batches of 500. AdamW: ε = {settings.adamw_lr:g}, mini-batches "
         "of 500. Training error: squared reconstruction error a case on the first "
         f"{settings.evaluation_cases:,} training cases, the smaller one of current and averaged "
-        "parameters (AdamW is not averaged), last evaluated by the mark. Median (least – most) of the "
-        "seeds. Seconds are optimiser time, evaluation excluded.",
+        "parameters (AdamW is not averaged). Median (least – most) of the seeds. Seconds are "
+        "optimiser time, evaluation excluded.",
         "",
         "![Training error against seconds, iterations and cases](mnist_comparison.png)",
         "",
@@ -220,15 +227,19 @@ def picture(methods: Methods, title: str) -> Figure:
     figure = Figure(figsize=(13, 4.6), layout="constrained")
     figure.suptitle(title, fontsize=10)
     axes = figure.subplots(1, 3, sharey=True)
-    names = (("seconds", "seconds"), ("iteration", "iterations"), ("cases", "training cases"))
-    for ax, (axis, name) in zip(axes, names, strict=True):
+    names: dict[Axis, str] = {
+        "seconds": "seconds",
+        "iteration": "iterations",
+        "cases": "training cases",
+    }
+    for ax, (axis, name) in zip(axes, names.items(), strict=True):
         for label, runs in methods.items():
             colour, line = STYLES[label]
             for index, run in enumerate(runs):
-                points = evaluations(run)
+                curve = ErrorCurve.of(run)
                 ax.plot(
-                    [getattr(point, axis) for point in points],
-                    [point.error for point in points],
+                    curve.along(axis),
+                    curve.error,
                     line,
                     color=colour,
                     linewidth=1.4,
@@ -254,9 +265,11 @@ def write(path: Path, settings: Settings, methods: Methods) -> None:
         writer.writerow(["method", "seed", "iteration", "cases", "seconds", "error"])
         for label, runs in methods.items():
             for seed, run in zip(settings.seeds, runs, strict=True):
+                curve = ErrorCurve.of(run)
+                columns = (curve.iteration, curve.cases, curve.seconds, curve.error)
                 writer.writerows(
-                    [label, seed, p.iteration, p.cases, f"{p.seconds:.3f}", f"{p.error:.5g}"]
-                    for p in evaluations(run)
+                    [label, seed, int(k), int(cases), f"{seconds:.3f}", f"{error:.5g}"]
+                    for k, cases, seconds, error in zip(*columns, strict=True)
                 )
     title = (
         f"MNIST autoencoder, same start, {settings.threads} threads, seeds "

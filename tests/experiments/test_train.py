@@ -290,7 +290,8 @@ def test_the_classifier_counts_mistakes(real_data, tmp_path):  # noqa: F811
     model = problems.classifier_model(0)
     model.load_state_dict(checkpoint(run)["model"])
     task = load_task(TrainConfig("mnist16"))
-    right = (model(task.test.inputs).argmax(dim=1) == task.test.targets).double().mean()
+    test = task.test.first(2000)
+    right = (model(test.inputs).argmax(dim=1) == test.targets).double().mean()
     assert_close(metrics[-1]["test_error"], 100 * (1 - right.item()))
     assert metrics[-1]["test_error"] < metrics[0]["test_error"]
     assert not (run / "reconstructions.npz").exists()

@@ -95,7 +95,7 @@ class Recording:
     evaluate_at: Annotated[tuple[float, ...], hint("FLOAT ...", "none")] = ()
     """Evaluate at these seconds of optimiser time, too."""
     evaluation_cases: Annotated[int | None, hint("INT", "all")] = None
-    """Training cases for the training error, the first ones of the set."""
+    """Training cases for the training error and test cases for the test error, the first ones."""
     checkpoint_every: float = 60.0
     """Seconds of optimiser time between checkpoints; 0: after every iteration."""
     tensorboard: bool = True

@@ -17,9 +17,10 @@ from kronfac.experiments.config import (
     Recording,
     TrainConfig,
 )
+from kronfac.experiments.error_curve import ErrorCurve
 from kronfac.experiments.report import ReportConfig, write_report
 from kronfac.experiments.report.runs import Run
-from kronfac.experiments.suite import Member, evaluations, run_suite
+from kronfac.experiments.suite import Member, run_suite
 
 EVALUATIONS = 18
 """Of each run, at equal distances in time."""
@@ -90,25 +91,25 @@ def members(config: DemoConfig, folder: Path, source: TrainConfig) -> list[Membe
 
 def verdict(labels: list[str], runs: list[Run]) -> list[str]:
     """What the numbers say, in three lines; the first run is K-FAC's."""
-    curves = [evaluations(run) for run in runs]
-    finals = [curve[-1].error for curve in curves]
+    curves = [ErrorCurve.of(run) for run in runs]
+    finals = [float(curve.error[-1]) for curve in curves]
     best = min(range(1, len(runs)), key=lambda i: finals[i])
     rest = " and ".join(
         f"{label} at {final:.2f}" for label, final in zip(labels[1:], finals[1:], strict=True)
     )
     lines = [f"K-FAC ended at an error of {finals[0]:.2f}, {rest}, after equal time."]
-    if finals[0] < finals[best]:
-        reached = next(point for point in curves[0] if point.error <= finals[best])
+    reached = curves[0].reaches("seconds", finals[best])
+    if reached is not None and finals[0] < finals[best]:
         lines.append(
             f"That is {finals[best] / finals[0]:.1f} times lower than {labels[best]}, whose final "
-            f"error it had passed after {reached.seconds:.0f} of {curves[best][-1].seconds:.0f} seconds."
+            f"error it had passed after {reached:.0f} of {curves[best].end('seconds'):.0f} seconds."
         )
     else:
         lines.append(
             f"{labels[best]} is ahead, by a factor of {finals[0] / finals[best]:.1f}: not what we "
             "expect; please tell us about it."
         )
-    steps = [curve[-1].iteration for curve in curves]
+    steps = [int(curve.end("iteration")) for curve in curves]
     lines.append(f"It took {steps[0]:,} steps, {labels[best]} {steps[best]:,} in the same time.")
     return lines
 

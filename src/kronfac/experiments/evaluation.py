@@ -52,13 +52,13 @@ def evaluate(
         task: Its data, and the error.
         model: Current parameters.
         average: Averaged ones.
-        cases: Training cases to measure on, the first of the set; None for all.
+        cases: Of each set to measure on, the first ones; None for all.
     """
-    train = task.train.first(cases)
-    errors = {"train_error": task.error(model, train), "test_error": task.error(model, task.test)}
+    train, test = task.train.first(cases), task.test.first(cases)
+    errors = {"train_error": task.error(model, train), "test_error": task.error(model, test)}
     if average is not None and int(average.n_averaged) > 0:
         errors["averaged_train_error"] = task.error(average, train)
-        errors["averaged_test_error"] = task.error(average, task.test)
+        errors["averaged_test_error"] = task.error(average, test)
     return errors
 
 

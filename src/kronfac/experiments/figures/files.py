@@ -21,7 +21,8 @@ class Number:
     """A number that a figure shows, with the paper's where it states one."""
 
     quantity: str
-    value: float
+    value: float | None
+    """None: a run did not get there."""
     paper: float | None = None
 
 
@@ -32,11 +33,16 @@ def write(figure: Figure, rows: Sequence[Any], stem: str, output: Path) -> list[
     figure.savefig(png, dpi=DPI)
     # No date, so that the same figure is the same file.
     figure.savefig(pdf, dpi=DPI, metadata={"CreationDate": None})
-    with table.open("w", newline="", encoding="utf-8") as file:
+    return [png, pdf, write_table(rows, table)]
+
+
+def write_table(rows: Sequence[Any], path: Path) -> Path:
+    """Write rows of one dataclass as CSV; what is None is left empty. Returns the path."""
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([field.name for field in fields(rows[0])])
         writer.writerows(["" if v is None else v for v in astuple(row)] for row in rows)
-    return [png, pdf, table]
+    return path
 
 
 def show(title: str, numbers: Sequence[Number], paths: Sequence[Path]) -> None:
@@ -46,7 +52,8 @@ def show(title: str, numbers: Sequence[Number], paths: Sequence[Path]) -> None:
     with_paper = any(number.paper is not None for number in numbers)
     table = Table("", "here", *(["the paper"] if with_paper else []))
     for number in numbers:
-        cells = [number.quantity, f"{number.value:.5g}"]
+        value = "not reached" if number.value is None else f"{number.value:.5g}"
+        cells = [number.quantity, value]
         if with_paper:
             cells.append("" if number.paper is None else f"{number.paper:g}")
         table.add_row(*cells)
