@@ -67,12 +67,18 @@ def members(settings: Settings) -> list[Member]:
     """Every method from every seed's start."""
     nag = FirstOrderOptions(settings.nag_lr, settings.nag_mu_max)
     tridiagonal = KfacOptions(inverse="block_tridiagonal", preset="paper")
-    methods: dict[str, tuple[str, KfacOptions, FirstOrderOptions]] = {
-        "K-FAC, block-tridiagonal": ("kfac", tridiagonal, FirstOrderOptions()),
-        "K-FAC, block-diagonal": ("kfac", KfacOptions(preset="paper"), FirstOrderOptions()),
-        "Nesterov momentum": ("nag", KfacOptions(), nag),
-        "AdamW": ("adamw", KfacOptions(), FirstOrderOptions(settings.adamw_lr)),
-    }
+    methods = dict(
+        zip(
+            STYLES,
+            (
+                ("kfac", tridiagonal, FirstOrderOptions()),
+                ("kfac", KfacOptions(preset="paper"), FirstOrderOptions()),
+                ("nag", KfacOptions(), nag),
+                ("adamw", KfacOptions(), FirstOrderOptions(settings.adamw_lr)),
+            ),
+            strict=True,
+        )
+    )
     return [
         Member(
             f"{label}, seed {seed}",
@@ -105,6 +111,8 @@ Methods = dict[str, list[Run]]
 def cell(values: Sequence[float | None], digits: int = 3) -> str:
     """Median (least – most), and how many have none."""
     there = [value for value in values if value is not None]
+    if not values:
+        return "diverged"
     if len(there) < len(values):
         return "not reached" if not there else f"reached by {len(there)} of {len(values)}"
     low, high = min(there), max(there)
@@ -156,18 +164,13 @@ def speed(methods: Methods) -> list[str]:
     """How far each got."""
     rows = []
     for label, runs in methods.items():
-        last = [run.rows[-1] for run in runs]
-        pace = [1000 * row["seconds"] / row["iteration"] for row in last]
-        tests = [row["test_error"] for row in last]
-        rows.append(
-            [
-                label,
-                cell([row["iteration"] for row in last], 6),
-                cell([row["cases"] for row in last], 8),
-                cell(pace),
-                cell(tests),
-            ]
-        )
+        last = [run.rows[-1] for run in runs if not run.diverged]
+        row = [label]
+        for name, digits in (("iteration", 6), ("cases", 8)):
+            row.append(cell([end[name] for end in last], digits))
+        row.append(cell([1000 * end["seconds"] / end["iteration"] for end in last]))
+        row.append(cell([end["test_error"] for end in last]))
+        rows.append(row)
     return markdown(["", "iterations", "cases", "ms an iteration", "test error at the end"], rows)
 
 
@@ -175,7 +178,9 @@ def text(settings: Settings, methods: Methods) -> str:
     """The page."""
     command = (
         f"python benchmarks/mnist_comparison.py --nag-lr {settings.nag_lr:g} "
-        f"--nag-mu-max {settings.nag_mu_max:g} --adamw-lr {settings.adamw_lr:g}"
+        f"--nag-mu-max {settings.nag_mu_max:g} --adamw-lr {settings.adamw_lr:g} "
+        f"--seeds {' '.join(map(str, settings.seeds))} --seconds {settings.seconds:g} "
+        f"--evaluation-cases {settings.evaluation_cases} --threads {settings.threads}"
     )
     lines = [
         "# MNIST in equal time",

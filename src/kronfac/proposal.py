@@ -114,8 +114,13 @@ def propose(
             product = inverse.mv_low_rank(point.gradient, point.rows, decayed)
         else:
             product = inverse.mv(point.gradient)
-        # Not in place: an inverse of the user's own may give back the gradient itself.
-        directions = [tuple(U.neg() for U in product)]
+        # In place, but for an inverse that gave back the gradient itself.
+        directions = [
+            tuple(
+                U.neg() if U is V else U.neg_()
+                for U, V in zip(product, point.gradient, strict=True)
+            )
+        ]
         if before.previous_delta is not None:
             directions.append(before.previous_delta)
     with watch("fisher_products"):

@@ -3,16 +3,21 @@
 import csv
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import kronfac
 from kronfac.diagnostics import exact_fisher
+from kronfac.experiments.ablation import rows
 from kronfac.experiments.ablation import trials as running
-from kronfac.experiments.ablation.rows import ROWS, WHOLE, NoInverse, Row, rows_named
+from kronfac.experiments.ablation.rows import ROWS, WHOLE, NoInverse, PlainStep, Row, rows_named
 from kronfac.experiments.ablation.table import lines_of
 from kronfac.experiments.ablation.trials import Trial
+from kronfac.experiments.config import FirstOrderOptions, KfacOptions, TrainConfig
+from kronfac.experiments.optimizers import FirstOrderStepper
+from kronfac.inverses import BlockDiagonalInverse, ExactTikhonov, FactoredTikhonov
 from tests.experiments.runs import kronfac as command
 from tests.experiments.runs import rows as metrics
 from tests.experiments.runs import train, write_cases
@@ -40,9 +45,6 @@ def test_every_row_runs_and_is_in_the_table(ablate, tmp_path, capsys):
     with (folder / "ablate.csv").open() as file:
         lines = {line["row"]: line for line in csv.DictReader(file)}
     assert list(lines) == [row.name for row in ROWS]
-    for line in lines.values():
-        assert float(line["least"]) <= float(line["end"]) <= float(line["most"])
-    assert float(lines[WHOLE]["ratio"]) == 1
     assert float(lines["K-FAC's momentum on the gradient"]["iterations"]) == 80
     text = (folder / "ablate.md").read_text()
     assert all(row.name in text for row in ROWS)
@@ -115,6 +117,7 @@ def test_rows_come_with_those_they_are_compared_with():
     named = [row.name for row in rows_named(["momentum on the gradient"])]
     assert named == [WHOLE, "Nesterov momentum on the gradient", "K-FAC's momentum on the gradient"]
     assert rows_named([]) == ROWS
+    assert [row.name for row in rows_named(["k-fac"])] == [WHOLE], "a whole name is that row alone"
 
 
 def test_a_line_is_the_best_variant_over_the_seeds():
@@ -131,10 +134,100 @@ def test_a_line_is_the_best_variant_over_the_seeds():
     trials = {(t.row, t.variant, t.seed): t for t in done}
     base_line, grid_line, mean_line = lines_of((base, grid, mean), trials, 10)
     assert (base_line.end, base_line.least, base_line.most, base_line.ratio) == (3, 2, 4, 1)
-    assert (grid_line.variant, grid_line.end, grid_line.seconds) == ("b", 8.0, 2.0)
+    assert (grid_line.variant, grid_line.end, grid_line.seconds) == ("b !", 8.0, 2.0), (
+        "the last one tried"
+    )
     assert grid_line.ratio == 3.0, "the median of 8/2 and 8/4"
     assert mean_line.most == math.inf, "a seed that diverged"
     assert math.isnan(mean_line.quarter)
+
+
+def test_there_is_no_ratio_to_nothing():
+    base = Row("base", "", {"": None}, against="base")
+    other = Row("other", "", {"": None}, against="base")
+    for end in (0.0, None):
+        done = [Trial("base", "", 0, [1.0, 1.0, end], None, 1.0),
+                Trial("other", "", 0, [1.0, 1.0, 1.0], None, 1.0)]  # fmt: skip
+        trials = {(t.row, t.variant, t.seed): t for t in done}
+        assert math.isnan(lines_of((base, other), trials, 10)[1].ratio)
+
+
+def settings_of(name, variant=""):
+    """Of the optimizer that a row makes."""
+    row = next(row for row in ROWS if row.name.startswith(name))
+    config = TrainConfig("curves", kfac=KfacOptions(lambda0=2.0), weight_decay=0.1, seed=7)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    return row.variants[variant](config, model, kronfac.Bernoulli()).optimizer.settings
+
+
+@pytest.mark.parametrize(
+    ("row", "changed"),
+    [
+        ("block-tri", {"inverse": kronfac.BlockTridiagonalInverse()}),
+        ("no mom", {"step_size": kronfac.QuadraticModel(momentum=False)}),
+        ("exact T", {"inverse": BlockDiagonalInverse(tikhonov=ExactTikhonov())}),
+        ("π = 1", {"inverse": BlockDiagonalInverse(tikhonov=FactoredTikhonov("one"))}),
+        ("π by the F", {"inverse": BlockDiagonalInverse(tikhonov=FactoredTikhonov("frobenius"))}),
+        ("π by the s", {"inverse": BlockDiagonalInverse(tikhonov=FactoredTikhonov("spectral"))}),
+        ("γ = √", {"gamma": kronfac.TiedGamma()}),
+        ("γ judged", {"gamma": kronfac.GammaSearch(maximum=1.0, criterion="objective")}),
+        ("4 sampled", {"fisher": kronfac.SampledFisher(seed=7, samples=4)}),
+        ("empirical", {"fisher": kronfac.EmpiricalFisher()}),
+        ("τ₂ = 1", {"fisher_fraction": 1.0}),
+        ("K-FAC's", {"inverse": NoInverse(), "gamma": kronfac.FixedGamma()}),
+    ],
+)
+def test_a_row_changes_what_it_says_and_nothing_else(row, changed):
+    assert settings_of(row) == replace(settings_of(WHOLE), **changed)
+
+
+def test_rows_with_a_constant_to_choose_have_it():
+    whole = settings_of(WHOLE)
+    assert whole.damping.lambda_ == 2.0
+    assert whole.statistics_fraction == 1 / 8
+    assert settings_of("Heskes", "γ = 3") == replace(
+        whole,
+        gamma=kronfac.FixedGamma(3),
+        step_size=kronfac.RawStep(),
+        inverse=BlockDiagonalInverse(tikhonov=FactoredTikhonov("one")),
+    )
+    assert settings_of("plain", "λ₀ × 100") == replace(
+        whole,
+        damping=kronfac.LevenbergMarquardt(lambda_=200.0),
+        gamma=kronfac.TiedGamma(),
+        step_size=PlainStep(),
+        inverse=BlockDiagonalInverse(tikhonov=ExactTikhonov()),
+    )
+
+
+def test_plain_tikhonov_predicts_half_the_slope():
+    """M(Δ) − M(0) = ∇hᵀΔ + ½ ΔᵀBΔ with BΔ = −∇h."""
+    torch.manual_seed(0)
+    root, g = torch.randn(3, 3).double(), torch.randn(3).double()
+    B = root @ root.T + torch.eye(3)
+    delta = -torch.linalg.solve(B, g)
+    predicted = PlainStep().solve(torch.eye(1).double(), (g @ delta)[None], 1e-16).predicted_change
+    assert predicted == pytest.approx(float(g @ delta + delta @ B @ delta / 2))
+
+
+def test_a_row_that_diverges_is_a_result(ablate, tmp_path, monkeypatch, capsys):
+    def wild(config, model, loss):
+        options = FirstOrderOptions(lr=1e30)
+        return FirstOrderStepper(
+            replace(config, optimizer="sgd", kfac=KfacOptions(), first_order=options), model, loss
+        )
+
+    row = Row("wild", "", {"": wild})
+    monkeypatch.setattr(rows, "ROWS", (ROWS[0], row))
+    assert ablate("--seeds", 1) == 0
+    assert result(tmp_path / "ablation")["trials"][1]["errors"][-1] is None
+    assert "diverged" in (tmp_path / "ablation" / "ablate.md").read_text()
+
+
+def test_sizes_are_said_as_they_are_used(ablate, tmp_path):
+    assert ablate("--seeds", 1, "--rows", WHOLE, "--batch", 5000) == 0
+    text = (tmp_path / "ablation" / "ablate.md").read_text()
+    assert "mini-batches of 167" in text, "the training cases of 200"
 
 
 def test_without_an_inverse_the_step_is_the_gradient_rescaled_by_the_exact_fisher():

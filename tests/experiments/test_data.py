@@ -96,7 +96,7 @@ def test_a_missing_file_without_network_says_what_to_put_where(no_data, tmp_path
     message = str(error.value)
     assert message.count("(not reached)") == 2
     assert len(message) < 600, "a line to read, not requests' paragraph"
-    for part in (str(tmp_path / file.path), "KRONFAC_DATA", file.sha256):
+    for part in (*file.urls, str(tmp_path / file.path), "KRONFAC_DATA", file.sha256):
         assert part in message
     assert find(file, tmp_path) is None
 

@@ -1,11 +1,15 @@
 """The demo with tiny settings: it trains, writes the page, and its verdict follows from its numbers."""
 
+from dataclasses import replace
+
 import pytest
 
 from kronfac.experiments import demo
 from kronfac.experiments.config import TrainConfig
 from kronfac.experiments.report.runs import Run
 from tests.experiments.runs import kronfac, rows, write_cases
+
+NAMES = ("kfac", "nesterov", "adamw")
 
 
 @pytest.fixture
@@ -20,20 +24,20 @@ def test_it_ends_in_a_page_and_a_verdict_of_three_lines(tiny, tmp_path, capsys):
     page = tiny()
     assert page == tmp_path / "demo" / "report.html"
     text = page.read_text()
-    assert all(f'"{name}"' in text for name in ("kfac", "nesterov", "adamw"))
-    for name in ("kfac", "nesterov", "adamw"):
+    assert all(f'"{name}"' in text for name in NAMES)
+    for name in NAMES:
         run = rows(tmp_path / "demo" / name)
         assert run[-1]["seconds"] >= 0.3
         assert run[-1]["train_error"] < run[0]["train_error"]
         assert sum("train_error" in row for row in run) >= 2
     printed = capsys.readouterr().out.rstrip().splitlines()
-    assert printed[-3].startswith("K-FAC ended at an error of ")
-    assert printed[-1].startswith("It took ")
+    assert printed[-3].startswith("Training error after equal time: K-FAC ended at ")
+    assert printed[-1].startswith("K-FAC took ")
 
 
 def test_all_start_from_the_same_parameters(tiny, tmp_path):
     tiny()
-    starts = {rows(tmp_path / "demo" / name)[0]["train_error"] for name in ("kfac", "nesterov")}
+    starts = {rows(tmp_path / "demo" / name)[0]["train_error"] for name in NAMES}
     assert len(starts) == 1
 
 
@@ -56,15 +60,29 @@ def run(*errors):
     return Run("", {}, tuple(dict(zip(names, p, strict=True)) for p in points), None, ())
 
 
+LABELS = ["K-FAC", "Nesterov momentum", "AdamW"]
+
+
 def test_the_verdict_says_who_won():
-    labels = ["K-FAC", "Nesterov momentum", "AdamW"]
-    won = demo.verdict(labels, [run(8.0, 4.0, 1.0), run(8.0, 7.0, 6.0), run(8.0, 5.0, 4.0)])
+    won = demo.verdict(LABELS, [run(8.0, 4.0, 1.0), run(8.0, 7.0, 6.0), run(8.0, 5.0, 4.0)])
     assert won == [
-        "K-FAC ended at an error of 1.00, Nesterov momentum at 6.00 and AdamW at 4.00, after equal "
-        "time.",
-        "That is 4.0 times lower than AdamW, whose final error it had passed after 1 of 2 seconds.",
-        "It took 20 steps, AdamW 20 in the same time.",
+        "Training error after equal time: K-FAC ended at 1.00, Nesterov momentum ended at 6.00, AdamW "
+        "ended at 4.00.",
+        "K-FAC is 4.0 times lower than AdamW, whose final error it had passed after 1 of 2 seconds.",
+        "K-FAC took 20 steps, AdamW 20.",
     ]
-    lost = demo.verdict(labels, [run(8.0, 5.0, 4.0), run(8.0, 7.0, 6.0), run(8.0, 2.0, 1.0)])
+    lost = demo.verdict(LABELS, [run(8.0, 5.0, 4.0), run(8.0, 7.0, 6.0), run(8.0, 2.0, 1.0)])
     assert lost[1].startswith("AdamW is ahead, by a factor of 4.0")
     assert len(lost) == 3
+
+
+def test_the_verdict_does_not_take_a_diverged_run_for_a_result():
+    wild = replace(run(8.0, 5.0, 0.5), diverged=True)
+    said = demo.verdict(LABELS, [run(8.0, 4.0, 1.0), run(8.0, 7.0, 6.0), wild])
+    assert "AdamW diverged" in said[0]
+    assert said[1].startswith("K-FAC is 6.0 times lower than Nesterov momentum")
+    assert "K-FAC alone" in demo.verdict(LABELS, [run(8.0, 4.0, 1.0), wild, wild])[1]
+    assert (
+        "Nesterov momentum is ahead, by a factor of inf"
+        in demo.verdict(LABELS, [wild, run(8.0, 7.0, 6.0), wild])[1]
+    )

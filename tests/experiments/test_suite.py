@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from kronfac.experiments import suite
 from kronfac.experiments.config import FirstOrderOptions, Limits, TrainConfig
 from kronfac.experiments.run_directory import RunError
 from kronfac.experiments.suite import Member, run_suite
+from kronfac.experiments.train import TrainingInterruptedError
 from tests.experiments.runs import assert_same_run, write_cases
 
 QUIET = Console(quiet=True)
@@ -56,3 +58,21 @@ def test_a_run_that_diverges_does_not_stop_the_others(tmp_path):
     runs = run_suite([Member("", wild), Member("", tiny(tmp_path, "kfac"))], QUIET)
     assert len(runs[0].rows) < 13
     assert len(runs[1].rows) == 13
+    assert [run.diverged for run in runs] == [True, False]
+
+
+def test_a_run_that_diverged_is_not_run_again(tmp_path, monkeypatch):
+    wild = tiny(tmp_path, "wild", optimizer="sgd", first_order=FirstOrderOptions(lr=1e30))
+    run_suite([Member("", wild)], QUIET)
+    monkeypatch.setattr(suite, "train", None)
+    assert run_suite([Member("", wild)], QUIET)[0].diverged
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
+    def interrupted(config, **_):
+        raise TrainingInterruptedError("Continue with: kronfac train --resume …", 2)
+
+    monkeypatch.setattr(suite, "train", interrupted)
+    with pytest.raises(TrainingInterruptedError, match="the same command") as stop:
+        run_suite([Member("", tiny(tmp_path, "run"))], QUIET)
+    assert stop.value.exit_code == 130

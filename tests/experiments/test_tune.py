@@ -31,9 +31,9 @@ def test_the_grid_is_run_and_the_best_named(tuning, capsys):
         (lr, mu) for lr in (0.01, 1e30) for mu in (0.9, 0.99)
     }
     errors = [trial["error"] for trial in content["trials"]]
-    assert errors[0] == min(errors[:2]) == content["best"]["error"]
+    assert errors[0] == min(errors[:2]) == content["trials"][0]["error"]
     assert errors[2:] == [None, None]  # diverged, and last
-    best = content["best"]
+    best = content["trials"][0]
     out = capsys.readouterr().out
     assert f"--optimizer nag --lr 0.01 --mu-max {best['mu_max']:g}" in out
     assert "diverged" in out

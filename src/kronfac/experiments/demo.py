@@ -5,6 +5,7 @@ evaluation is not counted. Three runs as `kronfac train` makes them, then the re
 """
 
 import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from kronfac.experiments.error_curve import ErrorCurve
 from kronfac.experiments.report import ReportConfig, write_report
 from kronfac.experiments.report.runs import Run
 from kronfac.experiments.suite import Member, run_suite
+from kronfac.experiments.train import TrainingInterruptedError
 
 EVALUATIONS = 18
 """Of each run, at equal distances in time."""
@@ -92,17 +94,20 @@ def members(config: DemoConfig, folder: Path, source: TrainConfig) -> list[Membe
 def verdict(labels: list[str], runs: list[Run]) -> list[str]:
     """What the numbers say, in three lines; the first run is K-FAC's."""
     curves = [ErrorCurve.of(run) for run in runs]
-    finals = [float(curve.error[-1]) for curve in curves]
+    finals = [curve.last for curve in curves]
+    ends = ["diverged" if final == math.inf else f"ended at {final:.2f}" for final in finals]
     best = min(range(1, len(runs)), key=lambda i: finals[i])
-    rest = " and ".join(
-        f"{label} at {final:.2f}" for label, final in zip(labels[1:], finals[1:], strict=True)
-    )
-    lines = [f"K-FAC ended at an error of {finals[0]:.2f}, {rest}, after equal time."]
+    told = [f"{label} {end}" for label, end in zip(labels, ends, strict=True)]
+    lines = [f"Training error after equal time: {', '.join(told)}."]
     reached = curves[0].reaches("seconds", finals[best])
-    if reached is not None and finals[0] < finals[best]:
+    if reached is not None and finals[0] < finals[best] < math.inf:
         lines.append(
-            f"That is {finals[best] / finals[0]:.1f} times lower than {labels[best]}, whose final "
+            f"{labels[0]} is {finals[best] / finals[0]:.1f} times lower than {labels[best]}, whose final "
             f"error it had passed after {reached:.0f} of {curves[best].end('seconds'):.0f} seconds."
+        )
+    elif finals[0] < finals[best]:
+        lines.append(
+            f"{labels[0]} alone did not diverge: not what we expect; please tell us about it."
         )
     else:
         lines.append(
@@ -110,7 +115,7 @@ def verdict(labels: list[str], runs: list[Run]) -> list[str]:
             "expect; please tell us about it."
         )
     steps = [int(curve.end("iteration")) for curve in curves]
-    lines.append(f"It took {steps[0]:,} steps, {labels[best]} {steps[best]:,} in the same time.")
+    lines.append(f"{labels[0]} took {steps[0]:,} steps, {labels[best]} {steps[best]:,}.")
     return lines
 
 
@@ -128,7 +133,11 @@ def demo_command(config: DemoConfig, source: TrainConfig | None = None) -> Path:
         f"Three optimizers, {config.seconds:g} s of training each, from the same start, mini-batches "
         f"of {config.batch}, {config.threads} thread(s), seed {config.seed}."
     )
-    runs = run_suite(suite, console)
+    try:
+        runs = run_suite(suite, console)
+    except TrainingInterruptedError as error:
+        message = f"Stopped; what was trained is in {folder}. The next demo starts anew."
+        raise TrainingInterruptedError(message, error.exit_code - 128) from error
     page = folder / "report.html"
     write_report(ReportConfig(tuple(member.config.folder for member in suite), page))
     console.print()

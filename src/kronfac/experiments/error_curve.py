@@ -25,6 +25,8 @@ class ErrorCurve:
     seconds: Column
     error: Column
     """The smaller one of current and averaged parameters, as [MG15 §13] reports it."""
+    diverged: bool = False
+    """Whether the run ended because it diverged."""
 
     @classmethod
     def of(cls, run: Run) -> "ErrorCurve":
@@ -37,7 +39,13 @@ class ErrorCurve:
             cases=columns["cases"][rows],
             seconds=columns["seconds"][rows],
             error=error[rows],
+            diverged=run.diverged,
         )
+
+    @property
+    def last(self) -> float:
+        """The error at the end of the run; ∞ if it diverged."""
+        return math.inf if self.diverged else float(self.error[-1])
 
     def along(self, axis: Axis) -> Column:
         """Where the evaluations are on the axis."""
@@ -69,6 +77,8 @@ class ErrorCurve:
         if k == 0:
             return float(x[0])
         before, after = float(self.error[k - 1]), float(self.error[k])
+        if after == 0:  # of cases misclassified, say: no logarithm
+            return float(x[k])
         share = math.log(before / target) / math.log(before / after)
         return float(x[k - 1] + share * (x[k] - x[k - 1]))
 
@@ -93,10 +103,12 @@ def progress_ratio(
         first: Error at its beginning; ∞ is the start of the runs.
 
     Returns:
-        None if one of them does not reach `last`, or begins below it.
+        None if one of them does not reach `last`, or begins below it or below a finite `first`.
     """
     lengths = []
     for curve in (fast, slow):
+        if math.isfinite(first) and curve.error[0] < first:
+            return None
         begin, end = curve.reaches(axis, first), curve.reaches(axis, last)
         if begin is None or end is None or end <= begin:
             return None

@@ -1,4 +1,4 @@
-"""What measured numbers depend on besides the configuration."""
+"""The machine: what measured numbers depend on besides the configuration, and its devices."""
 
 import os
 import platform
@@ -38,3 +38,19 @@ def _processor() -> str:
     except OSError:
         pass  # not Linux
     return platform.processor()
+
+
+def usable_device(name: str) -> torch.device:
+    """The device, if it can be used here.
+
+    Raises:
+        ValueError: it can't.
+    """
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).cpu()
+    # "cuda" without CUDA is an AssertionError or a RuntimeError, "meta" is NotImplementedError.
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"--device {name} can't be used here: {reason}") from error
+    return device

@@ -29,6 +29,10 @@ class TrainingFailedError(KronfacError):
     exit_code = 1
 
 
+class DivergedError(TrainingFailedError):
+    """The optimizer left the numbers behind: it would do so again."""
+
+
 @dataclass(frozen=True)
 class StepNumbers:
     """What a step did, in the paper's names; None where an optimizer has no such thing."""
@@ -68,32 +72,37 @@ class Stepper(Protocol):
 def make_stepper(config: TrainConfig, model: nn.Module, loss: Likelihood) -> Stepper:
     """The optimizer that a resolved configuration describes."""
     if config.optimizer == "kfac":
-        return KfacStepper(config, model, loss)
+        return KfacStepper(_kfac(config, model, loss))
     return FirstOrderStepper(config, model, loss)
 
 
-class KfacStepper:
-    """K-FAC, with the constants of a preset and what the configuration changes of them."""
+def _kfac(config: TrainConfig, model: nn.Module, loss: Likelihood) -> KFAC:
+    """With the constants of a preset and what the configuration changes of them."""
+    options = config.kfac
+    settings: dict[str, Any] = presets.paper() if options.preset == "paper" else {}
+    damping = settings.get("damping", LevenbergMarquardt())
+    assert options.lambda0 is not None
+    settings |= {
+        "damping": replace(damping, lambda_=options.lambda0),
+        "step_size": ConjugateGradients(momentum=options.momentum, cg_steps=options.cg_steps),
+        "statistics_fraction": options.statistics_fraction,
+        "fisher_fraction": options.fisher_fraction,
+    }
+    return KFAC(
+        model,
+        loss,
+        inverse=options.inverse,
+        weight_decay=config.weight_decay or 0.0,
+        fisher=SampledFisher(seed=config.seed),
+        **settings,
+    )
 
-    def __init__(self, config: TrainConfig, model: nn.Module, loss: Likelihood) -> None:
-        options = config.kfac
-        settings: dict[str, Any] = presets.paper() if options.preset == "paper" else {}
-        damping = settings.get("damping", LevenbergMarquardt())
-        assert options.lambda0 is not None
-        settings |= {
-            "damping": replace(damping, lambda_=options.lambda0),
-            "step_size": ConjugateGradients(momentum=options.momentum, cg_steps=options.cg_steps),
-            "statistics_fraction": options.statistics_fraction,
-            "fisher_fraction": options.fisher_fraction,
-        }
-        self.optimizer = KFAC(
-            model,
-            loss,
-            inverse=options.inverse,
-            weight_decay=config.weight_decay or 0.0,
-            fisher=SampledFisher(seed=config.seed),
-            **settings,
-        )
+
+class KfacStepper:
+    """K-FAC, in chunks where the mini-batch is large."""
+
+    def __init__(self, optimizer: KFAC) -> None:
+        self.optimizer = optimizer
 
     def start(self) -> StepNumbers:
         """λ₀ and γ₀."""
@@ -104,7 +113,7 @@ class KfacStepper:
         return StepNumbers(math.nan, lambda_=lambda_, gamma=gamma)
 
     def step(self, x: Tensor, y: Tensor) -> StepNumbers:
-        """One step, in chunks where the mini-batch is large."""
+        """One step."""
         self.optimizer.step(self.optimizer.closure(x, y, chunk=CHUNK))
         report = self.optimizer.report
         assert report is not None
@@ -168,7 +177,7 @@ class FirstOrderStepper:
                 # Reading the number also waits for a device that works behind.
                 losses.append(float(value))
                 if not math.isfinite(losses[-1]):
-                    raise TrainingFailedError(
+                    raise DivergedError(
                         f"The loss became {losses[-1]} with {self._name}, learning rate {alpha}: "
                         "the run diverged; a smaller --lr may help."
                     )

@@ -5,6 +5,7 @@
 - `reconstructions.npz`: `originals` (8, d), `iterations` (s,), `reconstructions` (s, 8, d)
 - `checkpoint.pt`: all that the next iteration depends on, and the length of `metrics.jsonl` then
 - `tensorboard/`: events
+- `diverged.json`: why the run can't go on, if it diverged
 
 Files are replaced whole: written beside, synced, renamed. `metrics.jsonl` only grows, and is cut back to
 where the checkpoint left it when a run goes on.
@@ -26,10 +27,11 @@ from kronfac.errors import KronfacError
 from kronfac.experiments.config import TrainConfig
 from kronfac.experiments.config_json import from_json, to_json
 from kronfac.experiments.machine import machine, versions
+from kronfac.experiments.optimizers import DivergedError
 
 FORMAT = 1
 CONFIG, METRICS, CHECKPOINT = "config.json", "metrics.jsonl", "checkpoint.pt"
-RECONSTRUCTIONS, TENSORBOARD = "reconstructions.npz", "tensorboard"
+RECONSTRUCTIONS, TENSORBOARD, DIVERGED = "reconstructions.npz", "tensorboard", "diverged.json"
 
 
 class RunError(KronfacError):
@@ -70,6 +72,17 @@ def check_new(path: Path) -> None:
 def _unfinished(path: Path) -> bool:
     """Whether a killed `write_atomically` left it."""
     return path.name.startswith(".") and path.name.endswith(".unfinished")
+
+
+def check_not_diverged(path: Path) -> None:
+    """Raise what the run in this folder ended with, if it diverged."""
+    file = path / DIVERGED
+    if file.is_file():
+        try:
+            message = json.loads(file.read_text(encoding="utf-8"))["message"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{file} is damaged: {error!r}.") from error
+        raise DivergedError(message)
 
 
 def read_config(path: Path) -> TrainConfig:
@@ -142,6 +155,7 @@ class RunDirectory:
         self._metrics = metrics.open("ab")
         self._metrics.truncate(metrics_bytes)
         self._metrics.seek(0, os.SEEK_END)
+        (self.path / DIVERGED).unlink(missing_ok=True)
         self._snapshots = self._read_snapshots(iteration)
         if self._config.recording.tensorboard:
             # Slow to import, and warns of its own dependencies.
@@ -194,6 +208,10 @@ class RunDirectory:
         os.fsync(self._metrics.fileno())
         state = {**state, "format": FORMAT, "metrics_bytes": self._metrics.tell()}
         write_atomically(self.path / CHECKPOINT, lambda stream: torch.save(state, stream))
+
+    def diverged(self, message: str) -> None:
+        """Note that the run ends here."""
+        write_json(self.path / DIVERGED, {"message": message})
 
     def load(self, device: torch.device) -> dict[str, Any] | None:
         """The checkpoint; None before the first."""

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from kronfac.experiments.config import TrainConfig
-from kronfac.experiments.optimizers import StepNumbers, TrainingFailedError, make_stepper
+from kronfac.experiments.optimizers import DivergedError, StepNumbers, Stepper, make_stepper
 from kronfac.experiments.task import Task
+from kronfac.likelihoods.base import Likelihood
 from kronfac.training import ExponentialBatchSize, ScheduledBatchSampler, averaged
 
 FIRST_BATCH, BATCH_GROWTH = 1000, 500
@@ -30,14 +32,20 @@ class Session:
     Args:
         config: Resolved.
         task: On the device and in the dtype of the configuration.
+        make: Makes the optimizer, where it is another than the configuration describes.
     """
 
-    def __init__(self, config: TrainConfig, task: Task) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        task: Task,
+        make: Callable[[TrainConfig, nn.Module, Likelihood], Stepper] = make_stepper,
+    ) -> None:
         torch.manual_seed(config.seed)
         self._task = task
         x = task.train.inputs
         self.model: nn.Module = task.make_model(config.seed).to(x.device, x.dtype)
-        self._stepper = make_stepper(config, self.model, task.loss)
+        self._stepper = make(config, self.model, task.loss)
         cases = len(task.train)
         if config.batch == "paper":
             size: Any = ExponentialBatchSize(min(FIRST_BATCH, cases), cases, BATCH_GROWTH)
@@ -81,7 +89,7 @@ class Session:
     def _count_refusals(self, numbers: StepNumbers) -> None:
         self._refusals = self._refusals + 1 if numbers.refused else 0
         if self._refusals >= MOST_REFUSALS:
-            raise TrainingFailedError(
+            raise DivergedError(
                 f"K-FAC refused {self._refusals} steps in a row: {'; '.join(numbers.events)}"
             )
 

@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from rich.console import Console
 
 from kronfac.experiments import run_directory
 from kronfac.experiments.config import TrainConfig, resolved
-from kronfac.experiments.optimizers import TrainingFailedError
+from kronfac.experiments.optimizers import DivergedError
 from kronfac.experiments.progress import number
 from kronfac.experiments.report.runs import Run, read_runs
 from kronfac.experiments.task import Task, load_task
-from kronfac.experiments.train import Outcome, RunEndedError, train
+from kronfac.experiments.train import Outcome, RunEndedError, TrainingInterruptedError, train
 
 
 @dataclass(frozen=True)
@@ -31,39 +30,54 @@ class Member:
 def run_suite(members: Sequence[Member], console: Console) -> list[Run]:
     """Run what has not run yet, in the order given, and read all of it back.
 
-    A run that was stopped goes on; one that has reached its limits is left as it is. One that diverges
-    ends there, and the others run all the same. The data of a problem is loaded once.
+    A run that was stopped goes on; one that has reached its limits, or has diverged, is left as it is.
+    The data of a problem is loaded once.
 
     Raises:
         RunError: a folder holds a run with other settings.
+        TrainingInterruptedError: Ctrl-C; what has run is kept.
     """
-    tasks: dict[tuple[str | None, Path | None], Task] = {}
+    tasks: dict[object, Task] = {}
     for count, member in enumerate(members, start=1):
         config = member.config
-        source = (config.problem, config.data)
+        source = (config.problem, config.data, config.layers)
         if source not in tasks:
             tasks[source] = load_task(config)
         console.print(f"{count} of {len(members)}: {member.label}", highlight=False)
-        try:
-            outcome = run_or_continue(config, tasks[source], console)
-        except TrainingFailedError as failure:  # a result too; what came before it was written
-            console.print(f"  {failure}", highlight=False)
-            continue
-        errors = ", ".join(
-            f"{name.replace('_', ' ')} {number(error)}" for name, error in outcome.errors.items()
-        )
-        console.print(f"  {outcome.reason}: {errors}", highlight=False)
+        console.print(f"  {_told(config, tasks[source], console)}", highlight=False)
     return read_runs([member.config.folder for member in members])
 
 
-def run_or_continue(config: TrainConfig, task: Task, console: Console) -> Outcome:
-    """The outcome of the run that `config` describes, of which some or all may be there already."""
+def _told(config: TrainConfig, task: Task, console: Console) -> str:
+    """How the run ended, in a line."""
+    try:
+        outcome = run_or_continue(config, task, console)
+    except DivergedError as failure:
+        return str(failure)
+    except TrainingInterruptedError as error:
+        message = f"Stopped and saved in {config.folder.parent}. Continue with the same command."
+        raise TrainingInterruptedError(message, error.exit_code - 128) from error
+    errors = ", ".join(
+        f"{name.replace('_', ' ')} {number(error)}" for name, error in outcome.errors.items()
+    )
+    return f"{outcome.reason}: {errors}"
+
+
+def run_or_continue(
+    config: TrainConfig, task: Task, console: Console, *, quiet: bool = False
+) -> Outcome:
+    """The outcome of the run that `config` describes, of which some or all may be there already.
+
+    Raises:
+        DivergedError: it diverged, now or before.
+    """
     folder = config.folder
+    run_directory.check_not_diverged(folder)
     if (folder / run_directory.CONFIG).is_file():
         saved = run_directory.read_config(folder)
         wanted = resolved(config, cases=len(task.train), weight_decay=task.weight_decay)
         config = replace(wanted, resume=folder, run_dir=saved.run_dir)
     try:
-        return train(config, task=task, console=console)
+        return train(config, task=task, console=console, quiet=quiet)
     except RunEndedError as ended:
         return ended.outcome

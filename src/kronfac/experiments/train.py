@@ -20,7 +20,8 @@ from kronfac.experiments.evaluation import (
     snapshot_due,
 )
 from kronfac.experiments.interrupt import Interrupts
-from kronfac.experiments.optimizers import TrainingFailedError
+from kronfac.experiments.machine import usable_device
+from kronfac.experiments.optimizers import DivergedError, TrainingFailedError
 from kronfac.experiments.progress import Display, number
 from kronfac.experiments.run_directory import RunDirectory, RunError
 from kronfac.experiments.session import Session
@@ -96,7 +97,7 @@ def train(
     """
     console = console or Console()
     path = config.folder
-    device = _device(config.device)
+    device = usable_device(config.device)
     if config.resume is None:
         run_directory.check_new(path)
     else:
@@ -118,6 +119,9 @@ def train(
         try:
             with Display(config.limits, console, quiet) as display:
                 reason = _loop(config, task, session, directory, display)
+        except DivergedError as error:
+            directory.diverged(str(error))
+            raise
         except KeyboardInterrupt as error:  # the second Ctrl-C
             raise TrainingInterruptedError(
                 "Stopped at once, without saving. Continue from the last checkpoint with: "
@@ -157,17 +161,6 @@ def describe(config: TrainConfig, task: Task) -> str:
         f"η {number(config.weight_decay)}, seed {config.seed}, {config.threads} CPU thread(s), "
         f"{config.dtype} on {config.device}"
     )
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).cpu()
-    # "cuda" without CUDA is an AssertionError or a RuntimeError, "meta" is NotImplementedError.
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"--device {name} can't be used here: {reason}") from error
-    return device
 
 
 def _check_unchanged(config: TrainConfig, saved: TrainConfig) -> None:
@@ -278,8 +271,8 @@ def _resume_command(path: Path) -> str:
 def _step(session: Session) -> dict[str, Any]:
     try:
         return session.step()
-    except TrainingFailedError as error:
-        raise TrainingFailedError(f"Iteration {session.iteration + 1}: {error}") from error
+    except DivergedError as error:
+        raise DivergedError(f"Iteration {session.iteration + 1}: {error}") from error
     except (KronfacError, ArithmeticError, RuntimeError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise TrainingFailedError(f"Iteration {session.iteration + 1}: {reason}") from error

@@ -4,7 +4,6 @@ Every point of the grid is a run of its own, in a folder of its own; what has ru
 """
 
 import itertools
-import json
 import math
 import shlex
 from dataclasses import asdict, dataclass, replace
@@ -15,15 +14,14 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from kronfac.experiments import run_directory
 from kronfac.experiments.config import FirstOrderOptions, Limits, Recording, TrainConfig, hint
 from kronfac.experiments.evaluation import best_error
-from kronfac.experiments.machine import machine, versions
-from kronfac.experiments.optimizers import TrainingFailedError
+from kronfac.experiments.optimizers import DivergedError, TrainingFailedError
 from kronfac.experiments.progress import number
-from kronfac.experiments.run_directory import RunError, write_json
+from kronfac.experiments.suite import run_or_continue
 from kronfac.experiments.task import Task, load_task
-from kronfac.experiments.train import RunEndedError, TrainingInterruptedError, train
+from kronfac.experiments.train import TrainingInterruptedError
+from kronfac.experiments.trials_file import read_trials, write_trials
 
 NAG_LR = (0.05, 0.01, 0.005, 0.001, 0.0005, 0.0001)
 NAG_MU_MAX = (0.9, 0.99, 0.995, 0.999)
@@ -68,7 +66,7 @@ class TuneConfig:
     batch: Annotated[int | None, hint("INT", "250 for nag on curves, else 500")] = None
     """Cases in a mini-batch."""
     evaluation_cases: int = 10_000
-    """Training cases that the error is measured on, the first ones of the set."""
+    """Training cases, and test cases, that the errors are measured on, the first ones."""
     seed: int = 0
     """Of initial parameters and mini-batches."""
     run_dir: Annotated[Path | None, hint("DIR", "runs/tune-PROBLEM-OPTIMIZER")] = None
@@ -170,7 +168,8 @@ def tune_command(config: TuneConfig) -> None:
 def tune(config: TuneConfig, console: Console) -> tuple[Path, list[Trial]]:
     """Run what has not run yet; the result file and the trials, best first."""
     path = config.folder / RESULT
-    trials = _finished(path, config)
+    settings = _settings(config)
+    trials = {(t.lr, t.mu_max): t for t in read_trials(path, settings, Trial)}
     task = load_task(config.run(config.points[0]))
     contenders = config.points
     console.print(
@@ -184,7 +183,7 @@ def tune(config: TuneConfig, console: Console) -> tuple[Path, list[Trial]]:
                 continue
             trial = _run(config, point, limit, task, console)
             trials[point] = trial
-            _write(path, config, trials)
+            write_trials(path, settings, sorted(trials.values(), key=lambda trial: trial.rank))
             outcome = trial.message or f"error {number(trial.error)}"
             console.print(f"round {round_ + 1}, {count} of {len(contenders)}: lr {point[0]:g}"
                           + ("" if point[1] is None else f", μ_max {point[1]:g}")
@@ -196,14 +195,9 @@ def tune(config: TuneConfig, console: Console) -> tuple[Path, list[Trial]]:
 def _run(config: TuneConfig, point: Point, limit: float, task: Task, console: Console) -> Trial:
     """One point until `limit`, from the start or from where it is."""
     run = replace(config.run(point), limits=Limits(seconds=limit))
-    if (run.folder / run_directory.CONFIG).is_file():
-        saved = run_directory.read_config(run.folder)
-        run = replace(saved, resume=run.folder, limits=run.limits)
     try:
-        outcome = train(run, task=task, console=console, quiet=True)
-    except RunEndedError as ended:
-        outcome = ended.outcome
-    except TrainingFailedError as error:
+        outcome = run_or_continue(run, task, console, quiet=True)
+    except DivergedError as error:
         return Trial(*point, limit=limit, message=str(error))
     except TrainingInterruptedError as error:
         message = f"Stopped and saved in {config.folder}. Continue with the same command."
@@ -228,35 +222,6 @@ def _settings(config: TuneConfig) -> dict[str, Any]:
         del settings[name]
     settings["data"] = str(config.data) if config.data else None
     return {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
-
-
-def _finished(path: Path, config: TuneConfig) -> dict[Point, Trial]:
-    """What an earlier, interrupted command left."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        settings = content["settings"]
-        trials = [Trial(**trial) for trial in content["trials"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{path} is damaged: {error!r}. Delete it.") from error
-    if settings != _settings(config):
-        raise RunError(
-            f"{path} is of a tuning with other settings; name another folder with --run-dir."
-        )
-    return {(trial.lr, trial.mu_max): trial for trial in trials}
-
-
-def _write(path: Path, config: TuneConfig, trials: dict[Point, Trial]) -> None:
-    ordered = sorted(trials.values(), key=lambda trial: trial.rank)
-    content = {
-        "settings": _settings(config),
-        "best": asdict(ordered[0]),
-        "trials": [asdict(trial) for trial in ordered],
-        "versions": versions(),
-        "machine": machine(),
-    }
-    write_json(path, content)
 
 
 def _command(config: TuneConfig, best: Trial) -> str:

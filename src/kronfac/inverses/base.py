@@ -27,7 +27,10 @@ class DampedInverse(ABC):
 
     @abstractmethod
     def mv(self, vectors: Sequence[Tensor]) -> Matrices:
-        """The product with a vector in parameter space."""
+        """The product with a vector in parameter space.
+
+        New tensors, which the caller may overwrite, or `vectors` themselves.
+        """
 
 
 class PreparedInverse(Protocol):

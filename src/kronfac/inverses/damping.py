@@ -15,6 +15,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from kronfac.errors import NonFiniteError
+
 Norm = Literal["trace", "frobenius", "spectral", "one"]
 
 
@@ -64,7 +66,10 @@ def _mean_size(M: Tensor, norm: Norm) -> Tensor:
         return M.diagonal().mean()
     if norm == "frobenius":
         return torch.linalg.matrix_norm(M).div(len(M) ** 0.5)  # type: ignore[no-any-return]
-    largest: Tensor = torch.linalg.eigvalsh(M.double())[-1]
+    try:
+        largest: Tensor = torch.linalg.eigvalsh(M.double())[-1]
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise NonFiniteError(f"A factor ({len(M)} × {len(M)}) has no eigenvalues.") from error
     return largest.to(M.dtype)
 
 

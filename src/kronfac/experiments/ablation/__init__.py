@@ -5,12 +5,15 @@
 
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from kronfac.experiments.ablation.config import AblateConfig
 from kronfac.experiments.ablation.rows import rows_named
 from kronfac.experiments.ablation.table import lines_of, show, write
 from kronfac.experiments.ablation.trials import run_trials
+from kronfac.experiments.machine import usable_device
+from kronfac.experiments.task import load_task
 
 __all__ = ["AblateConfig", "ablate_command"]
 
@@ -19,7 +22,11 @@ def ablate_command(config: AblateConfig) -> list[Path]:
     """Run what has not run yet; show the table, write it, draw it."""
     console = Console(highlight=False, soft_wrap=True)
     rows = rows_named(config.rows)
-    trials = run_trials(config, rows, console)
+    torch.set_num_threads(config.threads)
+    device = usable_device(config.device)
+    task = load_task(config.source).to(device, torch.float32)
+    config = config.fitted(len(task.train))
+    trials = run_trials(config, task, rows, console)
     lines = lines_of(rows, trials, config.sizes.iterations)
     console.print(config.setting)
     show(lines, console)

@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from kronfac.experiments.ablation.rows import LONG, rows_named
-from kronfac.experiments.config import TrainConfig, hint
+from kronfac.experiments.config import KfacOptions, TrainConfig, hint
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class AblateConfig:
     """How many, from 0: initial parameters, mini-batches and sampled targets."""
     evaluation_cases: Annotated[int | None, hint("INT", "10000; 2000 with --quick")] = None
     """Training cases that the error is measured on, the first ones of the set."""
-    run_dir: Annotated[Path | None, hint("DIR", "runs/ablate-PROBLEM")] = None
+    run_dir: Annotated[Path | None, hint("DIR", "runs/ablate-PROBLEM, with -quick")] = None
     """Folder for the results."""
     device: str = "cpu"
     """cpu, cuda, cuda:1, mps, …"""
@@ -94,7 +94,27 @@ class AblateConfig:
     @property
     def folder(self) -> Path:
         """Where everything is written."""
-        return self.run_dir or Path("runs") / f"ablate-{self.source.name}"
+        quick = "-quick" if self.quick else ""
+        return self.run_dir or Path("runs") / f"ablate-{self.source.name}{quick}"
+
+    def fitted(self, cases: int) -> "AblateConfig":
+        """With sizes that a training set of so many cases has."""
+        sizes = self.sizes
+        return replace(
+            self,
+            batch=min(sizes.batch, cases),
+            evaluation_cases=min(sizes.evaluation_cases, cases),
+        )
+
+    def run(self, seed: int, iterations: int) -> TrainConfig:
+        """What all rows share, to be resolved; the optimizer is the row's own."""
+        return replace(
+            self.source,
+            kfac=KfacOptions(preset="paper", lambda0=self.lambda0),
+            batch=self.sizes.batch,
+            seed=seed,
+            average=iterations // 2 + 1,
+        )
 
     @property
     def setting(self) -> str:

@@ -18,8 +18,10 @@ from kronfac.experiments.progress import number
 
 HEADINGS = ("", "section", "at ¼", "at ½", "at the end", "least – most", "ratio", "seconds")
 EXPLANATION = (
-    f"Training error at a quarter, half and all of the iterations, median of the seeds; ratio: of the "
-    f"error at the end to that of {WHOLE}, or of the row in brackets."
+    "Training error of the current parameters at a quarter, half and all of the iterations, median of the "
+    f"seeds; ratio: of the error at the end to that of {WHOLE}, or of the row in brackets. A best variant "
+    "marked ! is the first or last of those tried. Seconds are of this implementation, which computes "
+    "Fisher products and statistics for every row but Nesterov's."
 )
 
 
@@ -30,7 +32,7 @@ class Line:
     row: str
     section: str
     variant: str
-    """The best one."""
+    """The best one, with ! where it is the first or the last of several."""
     iterations: int
     quarter: float
     """Error at a quarter of the iterations; NaN for averaged iterates."""
@@ -65,7 +67,7 @@ def _line(row: Row, by_name: dict[str, Row], trials: Trials, iterations: int) ->
     return Line(
         row=row.name,
         section=row.section,
-        variant=own[0].variant,
+        variant=_marked(own[0].variant, source),
         iterations=iterations * row.stretch,
         quarter=quarter,
         half=half,
@@ -73,9 +75,22 @@ def _line(row: Row, by_name: dict[str, Row], trials: Trials, iterations: int) ->
         least=min(ends),
         most=max(ends),
         against=row.against,
-        ratio=median(a / b for a, b in zip(ends, others, strict=True)),
+        ratio=_ratio(ends, others),
         seconds=median(trial.seconds for trial in own),
     )
+
+
+def _marked(variant: str, row: Row) -> str:
+    tried = list(row.variants)
+    return f"{variant} !" if len(tried) > 1 and variant in (tried[0], tried[-1]) else variant
+
+
+def _ratio(ends: list[float], others: list[float]) -> float:
+    """Median, seed by seed; NaN where a seed has none."""
+    pairs = list(zip(ends, others, strict=True))
+    if any(b in (0, math.inf) for _, b in pairs):
+        return math.nan
+    return median(a / b for a, b in pairs)
 
 
 def _of_best(row: Row, trials: Trials) -> list[Trial]:
@@ -151,8 +166,9 @@ def _draw(config: AblateConfig, lines: Sequence[Line]) -> Figure:
         colour, marker = ("#D55E00", "s") if longer else ("#0072B2", "o")
         axes.plot([line.least, line.most], [height, height], color=colour, linewidth=2)
         axes.plot(line.end, height, marker, color=colour)
+        right = line.most if line.most < math.inf else line.end
         axes.annotate(
-            number(line.end), (line.most, height), (8, 0), textcoords="offset points", va="center",
+            number(line.end), (right, height), (8, 0), textcoords="offset points", va="center",
             fontsize=8,
         )  # fmt: skip
         if line.row == WHOLE:

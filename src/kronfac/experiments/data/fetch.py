@@ -9,7 +9,6 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pooch
 import requests
@@ -83,7 +82,7 @@ def fetch(file: DataFile, cache: Path | None = None) -> Path:
             )
         # The errors of requests are OSErrors; a wrong checksum is pooch's ValueError.
         except (OSError, ValueError) as error:
-            failures.append(f"{urlsplit(url).hostname} ({_reason(error)})")
+            failures.append(f"{url} ({_reason(error)})")
         else:
             return target
     raise DataError(_missing(file, target, failures))
@@ -108,15 +107,22 @@ def _verify(path: Path, sha256: str) -> None:
 
 def _reason(error: Exception) -> str:
     """A few words: what requests and urllib3 say is a paragraph."""
-    if isinstance(error, requests.Timeout):
-        return "no answer"
-    if isinstance(error, requests.ConnectionError):
-        return "not reached"
-    if isinstance(error, requests.HTTPError) and error.response is not None:
-        return f"status {error.response.status_code}"
-    if isinstance(error, ValueError):
-        return "sent another file"
-    return f"{type(error).__name__}: {error}"
+    match error:
+        case requests.exceptions.SSLError():
+            reason = "its certificate was refused"
+        case requests.exceptions.ProxyError():
+            reason = "the proxy did not answer"
+        case requests.Timeout():
+            reason = "no answer"
+        case requests.ConnectionError():
+            reason = "not reached"
+        case requests.HTTPError(response=requests.Response(status_code=status)):
+            reason = f"status {status}"
+        case ValueError():
+            reason = "sent another file"
+        case _:
+            reason = f"{type(error).__name__}: {error}"
+    return reason
 
 
 def _missing(file: DataFile, target: Path, failures: list[str]) -> str:

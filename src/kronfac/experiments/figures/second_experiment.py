@@ -6,14 +6,16 @@ fixed. The paper chose that m among a few by progress a second, and states it fo
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from kronfac.experiments.config import Limits
 from kronfac.experiments.error_curve import Axis, ErrorCurve, common_error, progress_ratio
 from kronfac.experiments.figures.config import FigureConfig
-from kronfac.experiments.figures.files import Number
+from kronfac.experiments.figures.files import Number, show, write, write_table
 from kronfac.experiments.figures.methods import (
     BASELINE,
     DIAGONAL,
@@ -155,12 +157,16 @@ def points(results: Sequence[Result]) -> list[Point]:
 def numbers(result: Result, axis: Axis) -> list[Number]:
     """Errors at equal marks of the axis, and how many times the progress one method makes of another's.
 
-    The marks are a quarter, a half and all of what the shortest run has. Progress is compared up to the
-    lowest error that both reach; for the two inverses also over the last halving of the error.
+    The marks are a quarter, a half and all of what the shortest run has that did not diverge. Progress
+    is compared up to the lowest error that both reach; for the two inverses also over the last halving
+    of the error.
     """
     problem = result.setting.problem.upper()
-    shortest = min(curve.end(axis) for curve in result.curves.values())
+    curves = result.curves.values()
+    shortest = min(curve.end(axis) for curve in curves if not curve.diverged)
     marks = [shortest / 4, shortest / 2, shortest]
+    if axis == "iteration":
+        marks = [float(round(mark)) for mark in marks]
     found = [
         Number(
             f"{problem}: error at {MARK[axis].format(mark)}, {method.name}", curve.at(axis, mark)
@@ -179,3 +185,19 @@ def numbers(result: Result, axis: Axis) -> list[Number]:
             note = f" ({PAPER_PROGRESS})" if axis == "iteration" else ""
             found.append(Number(f"{label}, error {2 * last:.3g} to {last:.3g}{note}", late))
     return found
+
+
+def publish(
+    config: FigureConfig,
+    figure: Figure,
+    results: Sequence[Result],
+    number: int,
+    axis: Axis,
+    title: str,
+) -> list[Path]:
+    """Write the figure with its numbers and curves, and say what it shows."""
+    found = [n for result in results for n in numbers(result, axis)]
+    paths = write(figure, found, f"figure_{number}", config.output)
+    paths.append(write_table(points(results), config.output / f"figure_{number}_curves.csv"))
+    show(title, found, paths)
+    return paths

@@ -66,6 +66,7 @@ class Run:
         rows: The objects of `metrics.jsonl`, iterations increasing.
         snapshots: None if there are none.
         notes: What was left out or out of the ordinary, in words.
+        diverged: Whether it ended there.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Run:
     rows: tuple[dict[str, Any], ...]
     snapshots: Snapshots | None
     notes: tuple[str, ...]
+    diverged: bool = False
 
     @cached_property
     def columns(self) -> dict[str, Column]:
@@ -160,7 +162,11 @@ def _read_run(folder: Path, name: str) -> Run:
         notes.append(f"{len(events)} events, the first in iteration {events[0][0]}: {events[0][1]}")
     if not rows:
         notes.append("metrics.jsonl holds no iteration yet")
-    return Run(name, _read_config(folder / "config.json"), tuple(rows), snapshots, tuple(notes))
+    diverged = (folder / "diverged.json").is_file()
+    if diverged:
+        notes.append("the run diverged, and ends there")
+    config = _read_config(folder / "config.json")
+    return Run(name, config, tuple(rows), snapshots, tuple(notes), diverged)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

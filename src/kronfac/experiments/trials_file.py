@@ -1,0 +1,53 @@
+"""The file that a command with many short trials keeps, so that none of them is run twice."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kronfac.experiments.machine import machine, versions
+from kronfac.experiments.run_directory import RunError, write_json
+
+T = TypeVar("T")
+
+
+def write_trials(path: Path, settings: dict[str, Any], trials: Iterable[Any]) -> None:
+    """Replace the file.
+
+    Args:
+        path: In a folder that may have to be made.
+        settings: What a trial depends on, as JSON has it.
+        trials: Dataclasses.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "settings": settings,
+        "trials": [asdict(trial) for trial in trials],
+        "versions": versions(),
+        "machine": machine(),
+    }
+    write_json(path, content)
+
+
+def read_trials(path: Path, settings: dict[str, Any], make: Callable[..., T]) -> list[T]:
+    """What an earlier command left; nothing if there is no file.
+
+    Raises:
+        RunError: the file is damaged, or of other settings.
+    """
+    if not path.is_file():
+        return []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        saved = content["settings"]
+        trials = [make(**trial) for trial in content["trials"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} is damaged: {error!r}. Delete it.") from error
+    if saved != settings:
+        names = sorted(name for name in settings if settings[name] != saved.get(name))
+        raise RunError(
+            f"{path} was made with other settings ({', '.join(names)}); name another folder with "
+            "--run-dir."
+        )
+    return trials
