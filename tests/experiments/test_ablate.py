@@ -45,7 +45,7 @@ def test_every_row_runs_and_is_in_the_table(ablate, tmp_path, capsys):
     with (folder / "ablate.csv").open() as file:
         lines = {line["row"]: line for line in csv.DictReader(file)}
     assert list(lines) == [row.name for row in ROWS]
-    assert float(lines["K-FAC's momentum on the gradient"]["iterations"]) == 80
+    assert float(lines["K-FAC's momentum on the gradient"]["iterations"]) == 40
     text = (folder / "ablate.md").read_text()
     assert all(row.name in text for row in ROWS)
     assert (folder / "ablate.png").stat().st_size > 20_000

@@ -31,7 +31,7 @@ class AblateConfig:
 
     K-FAC has the block-diagonal inverse and the paper's constants (τ₁ = 1/8, τ₂ = 1/4, T₁ = 5,
     T₂ = T₃ = 20) but for λ₀. Where a method has a constant to choose by hand, the best of a few is
-    taken by its error on the first seed. First-order rows run ten times as many iterations.
+    taken by its error on the first seed. First-order rows run five times as many iterations.
     """
 
     problem: Annotated[

@@ -37,7 +37,7 @@ WHOLE = "K-FAC"
 """The row that most others are compared with."""
 SEVERAL = 4
 """Sampled targets a case, where it is not one."""
-LONG = 10
+LONG = 5
 """Times as many iterations for first-order rows, whose iterations do less and cost less."""
 
 
@@ -80,9 +80,10 @@ def _kfac(*, lambda_factor: float = 1.0, samples: int = 1, **changes: Any) -> Ma
     return make
 
 
-def _nesterov(lr: float, mu_max: float) -> Maker:
+def _nesterov(lr: float) -> Maker:
     def make(config: TrainConfig, model: nn.Module, loss: Likelihood) -> Stepper:
-        first_order = FirstOrderOptions(lr, mu_max)
+        # μ rises to 1 − 1/(2n) in its n-th 250 iterations, so μ_max hardly matters in so few.
+        first_order = FirstOrderOptions(lr, mu_max=0.99)
         config = replace(config, optimizer="nag", kfac=KfacOptions(), first_order=first_order)
         return FirstOrderStepper(config, model, loss)
 
@@ -155,7 +156,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "plain Tikhonov (A ⊗ G + (λ + η)I), no re-scaling, no momentum",
         "§6.2",
-        {f"λ₀ × {factor:g}": _plain_tikhonov(factor) for factor in (1, 10, 100, 1000)},
+        {f"λ₀ × {factor:g}": _plain_tikhonov(factor) for factor in (1, 10, 100)},
         against=NO_MOMENTUM,
     ),
     Row("exact Tikhonov (A ⊗ G + γ²I)", "§6.3", _only(_kfac(inverse=EXACT))),
@@ -175,17 +176,13 @@ ROWS: tuple[Row, ...] = (
     Row(
         "Heskes' damping: fixed γ, no π, no re-scaling, no momentum",
         "§11",
-        {f"γ = {gamma:g}": _heskes(gamma) for gamma in (0.1, 0.3, 1, 3, 10)},
+        {f"γ = {gamma:g}": _heskes(gamma) for gamma in (0.3, 1, 3, 10)},
         against=NO_MOMENTUM,
     ),
     Row(
         NESTEROV,
         "§13",
-        {
-            f"ε = {lr:g}, μ_max = {mu:g}": _nesterov(lr, mu)
-            for lr in (0.003, 0.01, 0.03)
-            for mu in (0.9, 0.99)
-        },
+        {f"ε = {lr:g}": _nesterov(lr) for lr in (0.003, 0.01, 0.03)},
         stretch=LONG,
     ),
     Row(

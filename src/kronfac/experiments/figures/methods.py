@@ -16,9 +16,9 @@ from kronfac.experiments.figures.files import BLACK, BLUE, GREEN, VERMILION
 from kronfac.experiments.figures.lines import Style
 from kronfac.experiments.suite import Member
 
-TUNED = {"curves": (0.01, 0.99), "mnist": (0.01, 0.99), "faces": (0.001, 0.99)}
+TUNED = {"curves": (0.03, 0.99), "mnist": (0.01, 0.99), "faces": (0.001, 0.99)}
 """The baseline's learning rate and μ_max for each problem, with mini-batches of 250 on CURVES and of 500
-elsewhere. TODO: guesses, to be replaced by what `kronfac tune PROBLEM` finds."""
+elsewhere: the best of `kronfac tune` (docs/results/tuning.md)."""
 
 EVALUATE_EVERY = 10
 """Iterations of K-FAC between evaluations."""
