@@ -58,7 +58,10 @@ COMMANDS = {
         "report", "ReportConfig", "write_report", "write one HTML page about one or more runs"
     ),
     "figure": Command(
-        "figures", "FigureConfig", "make_figure", "make a figure of the paper, as PNG, PDF and CSV"
+        "figures",
+        "FigureConfig",
+        "figure_command",
+        "make a figure of the paper, as PNG, PDF and CSV",
     ),
     "ablate": Command(
         "ablation",

@@ -40,7 +40,7 @@ FIGURES: dict[int, Callable[[FigureConfig], list[Path]]] = {
     11: figure_11.make,
 }
 
-__all__ = ["FIGURES", "FigureConfig", "make_figure"]
+__all__ = ["FIGURES", "FigureConfig", "figure_command", "make_figure"]
 
 
 def make_figure(config: FigureConfig) -> list[Path]:
@@ -60,3 +60,8 @@ def make_figure(config: FigureConfig) -> list[Path]:
         return FIGURES[config.number](config)
     finally:
         torch.set_num_threads(threads)
+
+
+def figure_command(config: FigureConfig) -> None:
+    """`kronfac figure`: the figure itself says what it wrote."""
+    make_figure(config)

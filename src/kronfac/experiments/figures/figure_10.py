@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from kronfac.experiments.figures import second_experiment
 from kronfac.experiments.figures.config import FigureConfig
-from kronfac.experiments.figures.lines import draw_curve, finish, legend_below
+from kronfac.experiments.figures.lines import draw_curve, finish, leave_out_the_start, legend_below
 from kronfac.experiments.figures.methods import METHODS
 
 
@@ -21,5 +21,6 @@ def make(config: FigureConfig) -> list[Path]:
         for method, curve in result.curves.items():
             draw_curve(axes, curve, "seconds", method.style)
         finish(axes, "seconds", result.title)
+        leave_out_the_start(axes, result.curves.values())
     legend_below(figure, {method.name: method.style for method in METHODS}, columns=2)
     return second_experiment.publish(config, figure, results, 10, "seconds", title)

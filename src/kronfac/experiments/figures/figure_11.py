@@ -6,7 +6,13 @@ from matplotlib.figure import Figure
 
 from kronfac.experiments.figures import second_experiment
 from kronfac.experiments.figures.config import FigureConfig
-from kronfac.experiments.figures.lines import draw_curve, finish, legend_below, zoom
+from kronfac.experiments.figures.lines import (
+    draw_curve,
+    finish,
+    leave_out_the_start,
+    legend_below,
+    zoom,
+)
 from kronfac.experiments.figures.methods import DIAGONAL, METHODS, TRIDIAGONAL
 
 
@@ -25,5 +31,7 @@ def make(config: FigureConfig) -> list[Path]:
         finish(part, "iteration", f"{result.setting.problem.upper()}: K-FAC's iterations")
         end = max(result.curves[method].end("iteration") for method in (TRIDIAGONAL, DIAGONAL))
         zoom(part, result.curves.values(), "iteration", end)
+        for axes in (whole, part):
+            leave_out_the_start(axes, result.curves.values())
     legend_below(figure, {method.name: method.style for method in METHODS}, columns=4)
     return second_experiment.publish(config, figure, results, 11, "iteration", title)

@@ -55,11 +55,18 @@ def finish(axes: Axes, axis: Axis, title: str) -> None:
     axes.grid(True, which="both", alpha=0.2)
 
 
+def leave_out_the_start(axes: Axes, curves: Iterable[ErrorCurve]) -> None:
+    """Let the errors begin with the second evaluation: the fall to it is the same for all methods."""
+    second = [float(curve.error[1]) for curve in curves if len(curve.error) > 1]
+    if second:
+        axes.set_ylim(top=1.3 * max(second))
+
+
 def zoom(axes: Axes, curves: Iterable[ErrorCurve], axis: Axis, end: float) -> None:
     """Show the axis up to `end`, and the errors there."""
     inside = np.concatenate([curve.error[curve.along(axis) <= end] for curve in curves])
     axes.set_xlim(-0.03 * end, 1.03 * end)
-    axes.set_ylim(float(inside.min()) / 1.15, float(inside.max()) * 1.15)
+    axes.set_ylim(bottom=float(inside.min()) / 1.15)
 
 
 def legend_below(figure: Figure, styles: dict[str, Style], columns: int) -> None:
