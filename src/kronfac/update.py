@@ -96,11 +96,10 @@ class Update:
                 change = best.change
                 if change is None:
                     change = objective_change(self.network, point, best)
-            # Without re-scaling M may predict a rise: no ratio says how good such a model is, and NaN
-            # raises λ.
+            rho = change / best.step.predicted_change
+            # Without re-scaling M may predict a rise, of which ρ ≈ 1 says nothing good: NaN raises λ.
             rising = best.step.predicted_change > 0
-            rho = math.nan if rising else change / best.step.predicted_change
-            lambda_ = settings.damping.updated(lambda_, rho)
+            lambda_ = settings.damping.updated(lambda_, math.nan if rising else rho)
         alpha, *mu = best.step.coefficients
         return Transition(
             delta=best.delta,

@@ -318,7 +318,7 @@ def test_the_papers_settings_equal_the_pseudocode(tridiagonal):
     assert optimizer.report.lambda_ == pytest.approx(150 * 0.95**40, rel=1e-12)
 
 
-def test_where_the_model_predicts_a_rise_there_is_no_ratio_and_lambda_rises():
+def test_where_the_model_predicts_a_rise_lambda_rises_whatever_the_ratio():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2)).double()
     damping = LevenbergMarquardt(lambda_=1.0, interval=1)
@@ -326,5 +326,5 @@ def test_where_the_model_predicts_a_rise_there_is_no_ratio_and_lambda_rises():
     x, y = torch.randn(20, 3).double(), torch.randn(20, 2).double()
     optimizer.step(optimizer.closure(x, y))
     assert optimizer.report.predicted_change > 0
-    assert math.isnan(optimizer.report.rho)
+    assert optimizer.report.rho > 3 / 4, "the loss did rise, as predicted"
     assert optimizer.report.lambda_ == pytest.approx(1 / 0.95)
