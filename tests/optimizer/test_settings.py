@@ -326,5 +326,5 @@ def test_where_the_model_predicts_a_rise_lambda_rises_whatever_the_ratio():
     x, y = torch.randn(20, 3).double(), torch.randn(20, 2).double()
     optimizer.step(optimizer.closure(x, y))
     assert optimizer.report.predicted_change > 0
-    assert optimizer.report.rho > 3 / 4, "the loss did rise, as predicted"
+    assert optimizer.report.rho > 1 / 4, "the loss did rise, as predicted"
     assert optimizer.report.lambda_ == pytest.approx(1 / 0.95)
