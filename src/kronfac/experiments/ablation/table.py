@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from rich.console import Console
 from rich.table import Table
 
@@ -153,10 +154,9 @@ def _name(line: Line) -> str:
 
 def _draw(config: AblateConfig, lines: Sequence[Line]) -> Figure:
     figure = Figure(figsize=(11, 1.7 + 0.36 * len(lines)), layout="constrained")
-    figure.suptitle(
-        f"K-FAC with one thing changed\n{config.setting.replace(', λ₀', ',' + chr(10) + 'λ₀')}",
-        fontsize=10,
-    )
+    setting = config.setting.replace(", λ₀", ",\nλ₀")
+    title = "K-FAC with one thing changed (squares: first-order, more iterations)"
+    figure.suptitle(f"{title}\n{setting}", fontsize=10)
     axes = figure.subplots()
     for height, line in enumerate(reversed(lines)):
         if not math.isfinite(line.end):
@@ -177,10 +177,9 @@ def _draw(config: AblateConfig, lines: Sequence[Line]) -> Figure:
     axes.set_ylim(-0.7, len(lines) - 0.3)
     axes.set_xscale("log")
     axes.margins(x=0.12)
-    axes.set_xlabel(
-        "training error at the end, lower is better: median, least and most of the seeds; "
-        "squares: first-order, more iterations",
-        fontsize=9,
-    )
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("training error at the end: median, least and most of the seeds", fontsize=9)
     axes.grid(True, axis="x", which="both", alpha=0.25)
     return figure

@@ -16,7 +16,7 @@ class FigureConfig:
     quick: bool = False
     """A smaller setting. 2, 3, 5 and 6: 2,000 cases instead of 60,000, seconds instead of half a minute.
     7: CURVES, 250 iterations, a minute or two, instead of MNIST, 500 iterations, about an hour.
-    9: smaller mini-batches and fewer iterations, about 10 minutes instead of 3 hours. 10 and 11, which
+    9: smaller mini-batches and fewer iterations, about 7 minutes instead of 3 hours. 10 and 11, which
     share their runs: 30 seconds a run, about 9 minutes for both, instead of about 12 hours. From 9 on
     also λ₀ = 1 instead of 150, and errors on 5,000 training cases."""
     output: Path = Path("figures")

@@ -90,7 +90,7 @@ class Setting:
 # docs/results/step_cost.md.
 QUICK = Setting(
     lambda0=1.0,
-    sizes=(Size(250, 200, 1000), Size(1000, 100, 300), Size(4000, 50, 100)),
+    sizes=(Size(250, 160, 700), Size(1000, 80, 250), Size(4000, 40, 80)),
     evaluate_baseline_every=50,
     evaluation_cases=5000,
     errors=(40.0, 30.0, 20.0, 10.0),
