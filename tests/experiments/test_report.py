@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import tyro
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
@@ -395,6 +395,9 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=2000),
     st.integers(4, 300),
 )
+@example([0.0, 0.0, 0.0, -1.0, 0.0], 4)
+@example([0.0, 0.0, 0.0, 0.0, 1.0, 0.0], 5)
+@example([0.0, 1.0, -1.0, 1.0, 0.0], 4)
 def test_thinning_keeps_ends_and_extremes(values, points):
     values = np.array(values)
     kept = thin(values, points)

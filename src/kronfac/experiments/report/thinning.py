@@ -20,7 +20,8 @@ def thin(values: NDArray[np.float64], points: int) -> NDArray[np.intp]:
     rows = len(values)
     if rows <= points:
         return np.arange(rows)
-    cuts = (points - 2) // 4  # of each kind; every interval gives two
+    # Of each kind; every interval gives two, but the first, which is row 0 alone.
+    cuts = max(1, (points - 2) // 4)
     edges = np.unique(
         np.concatenate(
             [
