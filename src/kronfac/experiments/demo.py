@@ -33,9 +33,10 @@ seed, 25 seconds each. Final errors: λ₀ = 1 (the default) 1.3, 0.1 2.9, 0.01 
 these fractions; with the default fractions of 1, 11.4. One run each; the time at which a run leaves the
 plateau of the mean image (an error of 16.7) changes with rounding, and with it the final error."""
 ADAMW = FirstOrderOptions(lr=3e-3)
-"""Of 3e-4, 1e-3 and 3e-3 the best for this problem and time."""
+"""Of 3e-4, 1e-3 and 3e-3 the best for Adam on this problem in 25 seconds; not tuned for more."""
 NESTEROV = FirstOrderOptions(lr=0.03, mu_max=0.99)
-"""Of 0.003, 0.01 and 0.03 the best by `kronfac tune curves` (docs/results/tuning.md)."""
+"""Of 0.003, 0.01 and 0.03 the best by `kronfac tune curves`, with mini-batches of 250 for 30 seconds
+(docs/results/tuning.md); the demo has 500."""
 
 
 @dataclass(frozen=True)
