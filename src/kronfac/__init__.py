@@ -13,6 +13,8 @@ from kronfac.optimizer import KFAC
 from kronfac.report import Event, StepReport
 from kronfac.statistics import EmpiricalFisher, ExactFisher, SampledFisher
 from kronfac.step_size import (
+    AdaptiveDamping,
+    AdaptiveGamma,
     ConjugateGradients,
     FixedDamping,
     FixedGamma,
@@ -28,6 +30,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "KFAC",
+    "AdaptiveDamping",
+    "AdaptiveGamma",
     "Bernoulli",
     "BlockDiagonalInverse",
     "BlockTridiagonalInverse",

@@ -5,21 +5,23 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from kronfac import state as saving
-from kronfac.closure import MiniBatchClosure
+from kronfac.closure import MiniBatchClosure, Rows
 from kronfac.errors import ClosureError, StateError
 from kronfac.inverses import ApproximateInverse, BlockDiagonalInverse, BlockTridiagonalInverse
-from kronfac.layers import Layer, find_layers
+from kronfac.judgement import Judgement, judge
+from kronfac.layers import find_layers
 from kronfac.likelihoods import objective_of
-from kronfac.parameters import as_loss, gradient, loss_at, move
-from kronfac.proposal import Network, Point, RefusedError
+from kronfac.parameters import StaleGradients, as_loss, gradient, loss_at, move, place
+from kronfac.proposal import Evaluation, Network, Point, RefusedError
 from kronfac.report import Event, StepReport, Stopwatch
-from kronfac.state import State
+from kronfac.state import Kept, State
 from kronfac.statistics import (
     EmpiricalFisher,
     ExactFisher,
@@ -29,14 +31,14 @@ from kronfac.statistics import (
     chain_order,
 )
 from kronfac.step_size import (
+    AdaptiveDamping,
+    AdaptiveGamma,
     DampingRule,
     GammaRule,
-    GammaSearch,
-    LevenbergMarquardt,
     QuadraticModel,
     StepRule,
 )
-from kronfac.update import Settings, Transition, Update
+from kronfac.update import Settings, Update
 
 _INVERSES: dict[str, type[ApproximateInverse]] = {
     "block_diagonal": BlockDiagonalInverse,
@@ -76,13 +78,17 @@ class KFAC(torch.optim.Optimizer):
         weight_decay: η in h(θ) + η/2 ‖θ‖², biases included. The closure leaves it out.
         fisher: `"sampled"`, `"empirical"`, `"exact"`, or an instance of `SampledFisher` and so on,
             for the seed, the number of samples and the moving average's decay.
-        damping: λ: `LevenbergMarquardt(lambda_, interval, decay)` or `FixedDamping(lambda_)`.
-        gamma: γ: `GammaSearch(…)`, `FixedGamma(gamma)` or `TiedGamma()`.
+        damping: λ: `AdaptiveDamping()`, which finds its own start, the paper's `LevenbergMarquardt(…)`
+            or `FixedDamping(lambda_)`.
+        gamma: γ: `AdaptiveGamma()`, the paper's `GammaSearch(…)`, `FixedGamma(gamma)` or `TiedGamma()`.
         step_size: (α, μ): `QuadraticModel(momentum)`, `RawStep(alpha)`, or `ConjugateGradients(cg_steps)`
             for a longer minimisation of M, as Hessian-free optimisation does.
-        statistics_fraction: τ₁, the share of the mini-batch that the statistics are taken on.
-        fisher_fraction: τ₂, the share that the exact-Fisher products are taken on.
-        inverse_interval: T₃, iterations from one refresh of the inverse to the next.
+        statistics_fraction: τ₁, the share of the mini-batch that the statistics are taken on; None for
+            1/8, or 250 rows where that is more.
+        fisher_fraction: τ₂, the share that the exact-Fisher products are taken on; None for 1/4, or 250
+            rows where that is more.
+        inverse_interval: T₃, iterations from one refresh of the inverse to the next; None for a quarter
+            of the iterations so far, up to 20.
 
     Reference: Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate
     Curvature, 2015. Where this differs from it: `docs/deviations.md`.
@@ -99,17 +105,17 @@ class KFAC(torch.optim.Optimizer):
         damping: DampingRule | None = None,
         gamma: GammaRule | None = None,
         step_size: StepRule | None = None,
-        statistics_fraction: float = 1.0,
-        fisher_fraction: float = 1.0,
-        inverse_interval: int = 20,
+        statistics_fraction: float | None = None,
+        fisher_fraction: float | None = None,
+        inverse_interval: int | None = None,
     ) -> None:
         if not 0 <= weight_decay < math.inf:
             raise ValueError(f"weight_decay is finite and not negative; got {weight_decay}.")
         self.settings = Settings(
             inverse=_choose("inverse", inverse, _INVERSES, ApproximateInverse),  # type: ignore[type-abstract]
             fisher=_choose("fisher", fisher, _FISHERS, Fisher),  # type: ignore[type-abstract]
-            damping=LevenbergMarquardt() if damping is None else damping,
-            gamma=GammaSearch() if gamma is None else gamma,
+            damping=AdaptiveDamping() if damping is None else damping,
+            gamma=AdaptiveGamma() if gamma is None else gamma,
             step_size=QuadraticModel() if step_size is None else step_size,
             statistics_fraction=statistics_fraction,
             fisher_fraction=fisher_fraction,
@@ -123,10 +129,13 @@ class KFAC(torch.optim.Optimizer):
         super().__init__(parameters, {"weight_decay": weight_decay})
         self._recorder = Recorder(model, self.objective)
         lambda_ = self.settings.damping.lambda_
+        # NaN is a λ that the first step will find.
         self._state = State(
             iteration=0,
-            lambda_=lambda_,
-            gamma=self.settings.gamma.initial(lambda_, weight_decay),
+            lambda_=math.nan if lambda_ is None else lambda_,
+            gamma=math.nan
+            if lambda_ is None
+            else self.settings.gamma.initial(lambda_, weight_decay),
             generator=saving.seeded(self.settings.fisher.seed, parameters[0].device),
         )
         self.report: StepReport | None = None
@@ -145,24 +154,30 @@ class KFAC(torch.optim.Optimizer):
                 "KFAC.closure(x, y) makes one."
             )
         watch = Stopwatch()
-        with watch("gradient"):
-            returned, layers, point = self._evaluate(closure)
-        update = Update(Network(self._own_model, layers, self.objective), self.settings)
-        try:
-            transition = update(point, self._state, watch)
-        except RefusedError as refusal:
-            self.report = StepReport(
-                iteration=self._state.iteration + 1,
-                loss=float(point.loss),
-                lambda_=self._state.lambda_,
-                gamma=self._state.gamma,
-                cases=point.batch.cases,
-                seconds=watch.seconds,
-                events=(Event("refused", str(refusal)),),
-            )
-            return returned
-        with watch("commit"):
-            self._commit(layers, transition)
+        judging = self.settings.damping.judges(self._state.iteration + 1)
+        judgement: Judgement | None = None
+        while True:
+            with watch("gradient"):
+                returned, network, evaluation, stale, rows = self._evaluate(closure)
+            if judging and judgement is None:
+                with watch("reduction_ratio"):
+                    judgement = judge(network, self.settings.damping, evaluation, self._state)
+                if judgement is not None and self._accept(network, judgement):
+                    continue  # at the parameters from before the step that was taken back
+            with watch("gradient"):
+                point = self._point(network, evaluation, stale, rows)
+            try:
+                report = self._advance(network, point, watch)
+            except RefusedError as refusal:
+                if not judging and not bool(point.loss.isfinite()):
+                    judging = True  # out of turn: was it the last step, or are it these rows?
+                    continue
+                report = self._refusal(point, watch, refusal)
+            break
+        if judgement is not None:
+            events = () if judgement.event is None else (judgement.event,)
+            report = replace(report, next_rho=judgement.rho, events=events + report.events)
+        self.report = report
         return returned
 
     def closure(
@@ -183,8 +198,10 @@ class KFAC(torch.optim.Optimizer):
             keep_rows=self.settings.inverse.low_rank,
         )
 
-    def _evaluate(self, closure: Callable[[], Any]) -> tuple[Any, list[Layer], Point]:
-        """Loss, gradient and rows of the mini-batch S′, and the layers in their order."""
+    def _evaluate(
+        self, closure: Callable[[], Any]
+    ) -> tuple[Any, Network, Evaluation, StaleGradients, tuple[Rows, ...] | None]:
+        """What the closure returned, the loss on the mini-batch S′, and what its gradient needs."""
         parameters = [p for layer in self.layers for p in layer.parameters()]
         stale = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
         with self._recorder.recording(), torch.enable_grad():
@@ -203,22 +220,69 @@ class KFAC(torch.optim.Optimizer):
                 f"{self.settings.inverse!r} takes the gradient apart, so the pass has to be KFAC's "
                 "own: use optimizer.step(optimizer.closure(x, y))."
             )
-        weight_decay = float(self.param_groups[0]["weight_decay"])
-        grad = gradient(layers, weight_decay, stale)
-        point = Point(
-            loss=as_loss(returned, grad[0].device),
-            gradient=grad,
-            weight_decay=weight_decay,
+        evaluation = Evaluation(
+            loss=as_loss(returned, parameters[0].device),
+            weight_decay=float(self.param_groups[0]["weight_decay"]),
             batch=batch,
             reevaluate=lambda delta: loss_at(closure, layers, delta),
+        )
+        network = Network(self._own_model, layers, self.objective)
+        return returned, network, evaluation, stale, rows
+
+    def _point(
+        self,
+        network: Network,
+        evaluation: Evaluation,
+        stale: StaleGradients,
+        rows: tuple[Rows, ...] | None,
+    ) -> Point:
+        """With the gradient, which takes memory that a judgement can do without."""
+        return Point(
+            loss=evaluation.loss,
+            weight_decay=evaluation.weight_decay,
+            batch=evaluation.batch,
+            reevaluate=evaluation.reevaluate,
+            gradient=gradient(network.layers, evaluation.weight_decay, stale),
             rows=rows,
         )
-        return returned, layers, point
 
-    def _commit(self, layers: list[Layer], transition: Transition) -> None:
-        self.layers, self._chain_known = layers, True
-        move(layers, transition.delta)
-        self._state, self.report = transition.state, transition.report
+    def _accept(self, network: Network, judgement: Judgement) -> bool:
+        """Move λ; whether the last step was taken back."""
+        delta, last = self._state.previous_delta, self._state.last
+        assert delta is not None
+        assert last is not None
+        if judgement.event is not None:
+            if last.kept is not None:
+                place(network.layers, last.kept.theta)
+            else:
+                move(network.layers, tuple(V.neg() for V in delta))
+        self._state = judgement.state
+        return judgement.event is not None
+
+    def _advance(self, network: Network, point: Point, watch: Stopwatch) -> StepReport:
+        """Compute a step and take it: all or nothing."""
+        transition = Update(network, self.settings)(point, self._state, watch)
+        with watch("commit"):
+            state = transition.state
+            if self.settings.damping.judges(state.iteration + 1):
+                assert state.last is not None
+                kept = Kept(network.theta(), self._state.previous_delta)
+                state = replace(state, last=replace(state.last, kept=kept))
+            self.layers, self._chain_known = list(network.layers), True
+            move(network.layers, transition.delta)
+            self._state = state
+        return transition.report
+
+    def _refusal(self, point: Point, watch: Stopwatch, refusal: RefusedError) -> StepReport:
+        return StepReport(
+            iteration=self._state.iteration + 1,
+            loss=float(point.loss),
+            lambda_=self._state.lambda_,
+            gamma=self._state.gamma,
+            cases=point.batch.cases,
+            seconds=watch.seconds,
+            events=(Event("refused", str(refusal)),),
+        )
 
     @property
     def _own_model(self) -> nn.Module:

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from kronfac.errors import ClosureError
 from kronfac.layers import Layer, Matrices
 
+StaleGradients = Mapping[nn.Parameter, tuple[Tensor, int]]
+"""Gradients from before a closure was called, with their versions."""
 
-def gradient(
-    layers: Sequence[Layer],
-    weight_decay: float,
-    stale: Mapping[nn.Parameter, tuple[Tensor, int]],
-) -> Matrices:
+
+def gradient(layers: Sequence[Layer], weight_decay: float, stale: StaleGradients) -> Matrices:
     """∇h, the weight decay's ηθ included; of what was there before the closure nothing counts.
 
     `stale` holds those gradients with their versions, which every write to a tensor counts up.
@@ -60,6 +59,13 @@ def move(layers: Sequence[Layer], delta: Matrices) -> None:
     for layer, V in zip(layers, delta, strict=True):
         for parameter, part in zip(layer.parameters(), layer.split(V), strict=True):
             parameter.add_(part)
+
+
+def place(layers: Sequence[Layer], theta: Matrices) -> None:
+    """θ as given."""
+    for layer, V in zip(layers, theta, strict=True):
+        for parameter, part in zip(layer.parameters(), layer.split(V), strict=True):
+            parameter.copy_(part)
 
 
 def as_loss(returned: Any, device: torch.device) -> Tensor:

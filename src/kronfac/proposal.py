@@ -59,17 +59,29 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Point:
-    """What the closure found at θ."""
+class Evaluation:
+    """The objective at θ on the rows of the mini-batch S′."""
 
     loss: Tensor
     """As the closure returned it."""
-    gradient: Matrices
-    """Of h, weight decay included."""
     weight_decay: float
     batch: Batch
     reevaluate: Callable[[Matrices], Tensor]
     """The loss at θ + δ by calling the closure there, for losses that K-FAC cannot see."""
+
+    def seen(self, loss: float, seen_loss: float, dtype: torch.dtype) -> bool:
+        """Whether the closure's loss is the loss module's value on the model's outputs."""
+        largest = max(abs(loss), abs(seen_loss))
+        tolerance = LOSS_TOLERANCE * torch.finfo(dtype).eps * largest
+        return math.isfinite(largest) and abs(loss - seen_loss) <= tolerance
+
+
+@dataclass(frozen=True)
+class Point(Evaluation):
+    """What the closure found at θ."""
+
+    gradient: Matrices
+    """Of h, weight decay included."""
     rows: tuple[Rows, ...] | None = None
     """The gradient in factors, for the low-rank route."""
 
@@ -86,7 +98,9 @@ class Proposal:
     delta: Matrices
     loss: float
     loss_seen: bool
-    """Whether the closure's loss is the loss module's value on the model's outputs."""
+    """See `Evaluation.seen`."""
+    curvature_share: float
+    """δᵀ(F + ηI)δ / δᵀ(F + (λ + η)I)δ: what of the model's curvature is not λ's."""
     change: float | None = None
     """h(θ + δ) − h(θ), where the proposal was judged by it."""
 
@@ -121,7 +135,7 @@ def propose(
                 for U, V in zip(product, point.gradient, strict=True)
             )
         ]
-        if before.previous_delta is not None:
+        if step_size.momentum and before.previous_delta is not None:
             directions.append(before.previous_delta)
     with watch("fisher_products"):
         gram = fisher_gram(
@@ -157,7 +171,11 @@ def propose(
             raise RefusedError("The predicted change of the objective is not finite.")
         delta = _combine(directions, step.coefficients)
         loss, seen_value, _ = numbers[-3:].tolist()
-        largest = max(abs(loss), abs(seen_value))
+        c = torch.tensor(step.coefficients, dtype=torch.float64)
+        curvature, damped = (
+            float(c @ (fisher + strength * inner) @ c)
+            for strength in (point.weight_decay, before.lambda_ + point.weight_decay)
+        )
     if step_size.cg_steps > 1:
         with watch("conjugate_gradients"):
             delta, change = _refined(
@@ -171,8 +189,8 @@ def propose(
         step=step,
         delta=delta,
         loss=loss,
-        loss_seen=seen is not None
-        and abs(loss - seen_value) <= LOSS_TOLERANCE * precision * largest,
+        loss_seen=seen is not None and point.seen(loss, seen_value, point.gradient[0].dtype),
+        curvature_share=curvature / damped if damped > 0 else 1.0,
     )
 
 
@@ -203,26 +221,37 @@ def _refined(
     return refined(delta, point.gradient, product, inverse.mv, cg_steps - 1)
 
 
-def objective_change(network: Network, point: Point, proposal: Proposal) -> float:
-    """h(θ + δ) − h(θ) on S′, weight decay included, by a forward pass [MG15 §6.5]."""
-    batch, delta = point.batch, proposal.delta
-    if proposal.loss_seen:
-        assert batch.seen_loss is not None
-        moved = network.parameters_at(delta)
-        old = batch.seen_loss.double()
-        new = torch.zeros((), dtype=torch.float64, device=old.device)
-        for call in batch.calls:
-            assert call.targets is not None
-            outputs = call.run(network.model, moved)
-            new = new + network.objective.total(outputs, call.targets, batch.cases).double()
-    else:
-        old, new = point.loss.double(), point.reevaluate(delta).double()
-    change = new - old
-    if point.weight_decay:
-        # η/2 (‖θ + δ‖² − ‖θ‖²) without the cancellation.
-        theta = network.theta()
-        change = change + point.weight_decay * (dot(theta, delta) + dot(delta, delta) / 2)
-    return float(change)
+def moved_loss(
+    network: Network, evaluation: Evaluation, loss_seen: bool, delta: Matrices
+) -> Tensor:
+    """The loss at θ + δ on the rows of `evaluation`, by a forward pass, in float64."""
+    if not loss_seen:
+        return evaluation.reevaluate(delta).double()
+    batch = evaluation.batch
+    moved = network.parameters_at(delta)
+    total = torch.zeros((), dtype=torch.float64, device=delta[0].device)
+    for call in batch.calls:
+        assert call.targets is not None
+        outputs = call.run(network.model, moved)
+        total = total + network.objective.total(outputs, call.targets, batch.cases).double()
+    return total
+
+
+def objective_change(
+    network: Network, evaluation: Evaluation, loss_seen: bool, delta: Matrices
+) -> float:
+    """h(θ + δ) − h(θ) on S′, weight decay included [MG15 §6.5]."""
+    old = evaluation.batch.seen_loss if loss_seen else evaluation.loss
+    assert old is not None
+    change = moved_loss(network, evaluation, loss_seen, delta) - old.double()
+    return float(change) + decay_change(network, evaluation.weight_decay, delta)
+
+
+def decay_change(network: Network, weight_decay: float, delta: Matrices) -> float:
+    """η/2 (‖θ + δ‖² − ‖θ‖²) without the cancellation."""
+    if weight_decay == 0:
+        return 0.0
+    return weight_decay * float(dot(network.theta(), delta) + dot(delta, delta) / 2)
 
 
 def _inner_products(directions: Sequence[Matrices], gradient: Matrices) -> Tensor:

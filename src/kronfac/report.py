@@ -11,7 +11,7 @@ class Event:
     """Something out of the ordinary that happened in a step."""
 
     kind: str
-    """`"refused"`, `"refresh_failed"`, `"candidate_failed"` or `"loss_not_seen"`."""
+    """`"refused"`, `"taken_back"`, `"refresh_failed"`, `"candidate_failed"` or `"loss_not_seen"`."""
     message: str
 
 
@@ -34,11 +34,15 @@ class StepReport:
     alpha: float | None = None
     mu: float | None = None
     rho: float | None = None
-    """(h(θ+δ) − h(θ)) / (M(δ) − M(0)) [MG15 §6.5]."""
+    """(h(θ+δ) − h(θ)) / (M(δ) − M(0)) on S′ [MG15 §6.5]."""
+    next_rho: float | None = None
+    """The same of the step before this one, with h on this step's rows, which it had not seen."""
     predicted_change: float | None = None
     """M(δ) − M(0)."""
     cases: int = 0
     """Rows of the mini-batch S′."""
+    trials: int = 0
+    """Trial evaluations of the mini-batch, at the first step, to find λ₀."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall-clock time by part. On an accelerator, work is queued: only the sum means something."""
     events: tuple[Event, ...] = ()

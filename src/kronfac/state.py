@@ -17,7 +17,29 @@ from kronfac.inverses import ApproximateInverse, DampedInverse
 from kronfac.inverses.base import pack
 from kronfac.layers import Layer, Matrices
 
-VERSION = 1
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What it takes to take the last step back: θ + δ − δ is not θ."""
+
+    theta: Matrices
+    """Where it started from."""
+    previous_delta: Matrices | None
+    """δ₀ that it was made with."""
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """A step that was taken and not yet judged by the next mini-batch."""
+
+    loss: float
+    """On its own rows, before it."""
+    predicted_change: float
+    curvature_share: float
+    kept: Kept | None
+    """Where the next iteration will judge it."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +55,17 @@ class State:
     factors: KroneckerFactors | None = None
     inverse: DampedInverse | None = None
     """As of the last refresh."""
+    inverse_iteration: int = 0
+    """Of the last refresh."""
+    inverse_lambda: float | None = None
+    """λ at the last refresh."""
+    gamma_move: float = 0.0
+    """Where the search for γ goes next, a logarithm."""
     previous_delta: Matrices | None = None
     """δ₀."""
+    last: LastStep | None = None
+    noise: float | None = None
+    """By how much the loss differs from one mini-batch to another at the same θ, averaged."""
     decayed: Matrices | None = None
     """η F̆⁻¹θ as of the last refresh, for the low-rank route [MG15 §8]."""
 
@@ -92,10 +123,20 @@ def load(
         generator=saved["generator"].clone().cpu(),
         factors=factors,
         inverse=saved["inverse"] and inverse.load(placed(saved["inverse"])),
+        inverse_iteration=int(saved["inverse_iteration"]),
+        inverse_lambda=saved["inverse_lambda"],
+        gamma_move=float(saved["gamma_move"]),
         previous_delta=placed(saved["previous_delta"]),
+        noise=saved["noise"],
+        last=saved["last"] and _last_step(placed(saved["last"])),
         decayed=placed(saved["decayed"]),
     )
     return state, ordered
+
+
+def _last_step(packed: dict[str, Any]) -> LastStep:
+    kept = packed["kept"] and Kept(**packed["kept"])
+    return LastStep(**packed | {"kept": kept})
 
 
 def _check_shapes(factors: KroneckerFactors, layers: Sequence[Layer]) -> None:

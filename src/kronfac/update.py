@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.factors import KroneckerFactors, ema_decay
+from kronfac.first_damping import first_lambda
 from kronfac.inverses import ApproximateInverse, DampedInverse
 from kronfac.layers import Matrices
 from kronfac.proposal import (
@@ -23,12 +24,18 @@ from kronfac.proposal import (
     propose,
 )
 from kronfac.report import Event, StepReport, Stopwatch
-from kronfac.state import State
+from kronfac.state import LastStep, State
 from kronfac.statistics import Fisher, estimate
 from kronfac.step_size import DampingRule, GammaRule, StepRule
 
 # The statistics change fastest in the first iterations, so the inverse is fresh in each [MG15 §9].
 FIRST_REFRESHES = 3
+# Where the interval is left open it grows with the iteration, up to the paper's: what is as old as a
+# quarter of the training is out of date.
+AGE, LONGEST_INTERVAL = 1 / 4, 20
+# With the paper's fractions of a small mini-batch the factors would be of a few rows; with these they
+# have rank, and cost no more than the gradient.
+LEAST_ROWS = 250
 
 
 @dataclass(frozen=True)
@@ -40,18 +47,38 @@ class Settings:
     damping: DampingRule
     gamma: GammaRule
     step_size: StepRule
-    statistics_fraction: float
-    fisher_fraction: float
-    inverse_interval: int
+    statistics_fraction: float | None
+    fisher_fraction: float | None
+    inverse_interval: int | None
 
     def __post_init__(self) -> None:
         for name in ("statistics_fraction", "fisher_fraction"):
             fraction = getattr(self, name)
-            if not 0 < fraction <= 1:
+            if fraction is not None and not 0 < fraction <= 1:
                 raise ValueError(f"{name} lies in (0, 1]; got {fraction}.")
-        if self.inverse_interval < 1:
+        if self.inverse_interval is not None and self.inverse_interval < 1:
             raise ValueError(f"inverse_interval is 1 or more; got {self.inverse_interval}.")
         self.gamma.check_interval(self.inverse_interval)
+
+    def refreshes(self, iteration: int, last: int) -> bool:
+        """Whether the inverse is refreshed at this iteration, the last refresh being at another."""
+        if iteration <= FIRST_REFRESHES:
+            return True
+        if self.inverse_interval is not None:
+            return iteration % self.inverse_interval == 0
+        return iteration - last >= min(AGE * iteration, LONGEST_INTERVAL)
+
+    def statistics_share(self, cases: int) -> float:
+        """τ₁ for a mini-batch of so many cases."""
+        return _share(self.statistics_fraction, 1 / 8, cases)
+
+    def fisher_share(self, cases: int) -> float:
+        """τ₂ for a mini-batch of so many cases."""
+        return _share(self.fisher_fraction, 1 / 4, cases)
+
+
+def _share(chosen: float | None, usual: float, cases: int) -> float:
+    return max(usual, min(1.0, LEAST_ROWS / cases)) if chosen is None else chosen
 
 
 @dataclass(frozen=True)
@@ -81,7 +108,22 @@ class Update:
         events: list[Event] = []
         with watch("statistics"):
             factors, generator = self._updated_factors(point, before, k)
-        best = self._best_proposal(point, before, factors, watch, events)
+        trials = 0
+        if k == 1 and settings.damping.searches:
+            with watch("first_lambda"):
+                lambda_, trials = first_lambda(
+                    self.network,
+                    point,
+                    before,
+                    factors,
+                    settings.inverse,
+                    settings.step_size,
+                    settings.fisher_share(point.batch.cases),
+                    Stopwatch(),
+                )
+            gamma = settings.gamma.initial(lambda_, point.weight_decay)
+            before = replace(before, lambda_=lambda_, gamma=gamma)
+        best, before = self._best_proposal(point, before, factors, watch, events)
         if not best.loss_seen:
             events.append(
                 Event(
@@ -95,7 +137,7 @@ class Update:
             with watch("reduction_ratio"):
                 change = best.change
                 if change is None:
-                    change = objective_change(self.network, point, best)
+                    change = objective_change(self.network, point, best.loss_seen, best.delta)
             rho = change / best.step.predicted_change
             # Without re-scaling M may predict a rise, of which ρ ≈ 1 says nothing good: NaN raises λ.
             rising = best.step.predicted_change > 0
@@ -103,15 +145,19 @@ class Update:
         alpha, *mu = best.step.coefficients
         return Transition(
             delta=best.delta,
-            state=State(
+            state=replace(
+                before,
                 iteration=k,
                 lambda_=lambda_,
                 gamma=best.gamma,
                 generator=generator,
                 factors=factors,
                 inverse=best.inverse,
-                previous_delta=best.delta if settings.step_size.momentum else None,
+                previous_delta=best.delta,
                 decayed=best.decayed,
+                last=LastStep(
+                    best.loss, best.step.predicted_change, best.curvature_share, kept=None
+                ),
             ),
             report=StepReport(
                 iteration=k,
@@ -123,6 +169,7 @@ class Update:
                 rho=rho,
                 predicted_change=best.step.predicted_change,
                 cases=point.batch.cases,
+                trials=trials,
                 seconds=watch.seconds,
                 events=tuple(events),
             ),
@@ -139,7 +186,7 @@ class Update:
             self.network.model,
             self.network.layers,
             self.network.objective,
-            point.batch.first(self.settings.statistics_fraction),
+            point.batch.first(self.settings.statistics_share(point.batch.cases)),
             self.network.case_weight(point.batch),
             fisher,
             generator,
@@ -156,8 +203,11 @@ class Update:
         factors: KroneckerFactors,
         watch: Stopwatch,
         events: list[Event],
-    ) -> Proposal:
-        """The proposal with the lowest M(δ), or h(θ + δ), among the candidates for γ [§6.6]."""
+    ) -> tuple[Proposal, State]:
+        """The proposal with the lowest M(δ), or h(θ + δ), among the candidates for γ [§6.6].
+
+        The state is `before` with what the search for γ learned.
+        """
         k = before.iteration + 1
         settings = self.settings
         stale = before.inverse
@@ -172,15 +222,21 @@ class Update:
                 inverse,
                 decayed,
                 settings.step_size,
-                settings.fisher_fraction,
+                settings.fisher_share(point.batch.cases),
                 watch,
             )
 
-        if stale is not None and k > FIRST_REFRESHES and k % settings.inverse_interval:
-            return proposed(before.gamma, stale, before.decayed)
+        drifted = before.inverse_lambda is not None and settings.gamma.due(
+            before.inverse_lambda, before.lambda_
+        )
+        regular = settings.refreshes(k, before.inverse_iteration)
+        if stale is not None and not (regular or drifted):
+            return proposed(before.gamma, stale, before.decayed), before
         best: Proposal | None = None
         failure: Exception | None = None
-        candidates = settings.gamma.candidates(k, before.gamma, before.lambda_, point.weight_decay)
+        candidates = settings.gamma.candidates(
+            k, before.gamma, before.lambda_, point.weight_decay, before.gamma_move, drifted
+        )
         try:
             with watch("inverse"):
                 prepared = settings.inverse.prepare(factors)
@@ -198,13 +254,15 @@ class Update:
             proposal = proposed(gamma, damped, decayed)
             best = self._better(point, best, proposal, len(candidates) > 1, watch)
         if best is not None:
-            return best
+            move = settings.gamma.moved(before.gamma_move, candidates, best.gamma)
+            learned = {"gamma_move": move, "inverse_iteration": k, "inverse_lambda": before.lambda_}
+            return best, replace(before, **learned)  # type: ignore[arg-type]
         assert failure is not None
         check_finite(point, factors, self.network.layers)
         if stale is None:
             raise failure
         events.append(Event("refresh_failed", f"The inverse stays as it was: {failure}"))
-        return proposed(before.gamma, stale, before.decayed)
+        return proposed(before.gamma, stale, before.decayed), before
 
     def _better(
         self,
@@ -216,7 +274,7 @@ class Update:
     ) -> Proposal:
         if searching and self.settings.gamma.criterion == "objective":
             with watch("reduction_ratio"):
-                change = objective_change(self.network, point, proposal)
+                change = objective_change(self.network, point, proposal.loss_seen, proposal.delta)
             # NaN is never the lowest.
             change = math.inf if math.isnan(change) else change
             proposal = replace(proposal, change=change)

@@ -8,7 +8,14 @@ import torch
 from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
-from kronfac import KFAC, Bernoulli, FixedGamma, QuadraticModel, RawStep
+from kronfac import (
+    KFAC,
+    Bernoulli,
+    FixedGamma,
+    LevenbergMarquardt,
+    QuadraticModel,
+    RawStep,
+)
 from kronfac.diagnostics import damping_sweep
 from kronfac.diagnostics.damping import RULES
 from tests.conftest import mlp, normal, random_targets
@@ -22,7 +29,13 @@ def run():
     """An optimizer after five steps, and a mini-batch for the next."""
     model, x = mlp((3, 5, 4, 2)), normal(30, 3, seed=4)
     y = random_targets(model(x), "bernoulli")
-    optimizer = KFAC(model, Bernoulli(), inverse="block_tridiagonal", weight_decay=DECAY)
+    optimizer = KFAC(
+        model,
+        Bernoulli(),
+        inverse="block_tridiagonal",
+        weight_decay=DECAY,
+        damping=LevenbergMarquardt(),
+    )
     for _ in range(5):
         optimizer.step(optimizer.closure(x, y))
     return optimizer, x, y
@@ -52,6 +65,7 @@ def test_improvement_is_that_of_the_step_taken(run, rule, step_size):
             Bernoulli(),
             inverse="block_tridiagonal",
             weight_decay=DECAY,
+            damping=LevenbergMarquardt(),
             gamma=FixedGamma(),
             step_size=step_size,
             inverse_interval=1,

@@ -156,7 +156,6 @@ def test_without_momentum_there_is_no_mu():
     for step in range(3):
         optimizer.step(optimizer.closure(*data(step)))
         assert optimizer.report.mu is None
-    assert optimizer.state_dict()["kfac"]["previous_delta"] is None
 
 
 def test_a_stationary_point_is_left_alone():

@@ -12,7 +12,7 @@ import torch
 
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.optimizer import KFAC
-from kronfac.proposal import Network, Point, RefusedError
+from kronfac.proposal import Point, RefusedError
 from kronfac.report import Stopwatch
 from kronfac.state import State
 from kronfac.step_size import FixedGamma, LevenbergMarquardt, QuadraticModel, RawStep, StepRule
@@ -60,8 +60,12 @@ def damping_sweep(
     """
     if not gammas or not all(0 < gamma < math.inf for gamma in gammas):
         raise ValueError(f"damping_sweep needs γ's, each positive and finite; got {gammas}.")
-    _, layers, point = optimizer._evaluate(closure)
-    network = Network(optimizer._own_model, layers, optimizer.objective)
+    if math.isnan(optimizer._state.lambda_):
+        raise ValueError(
+            "damping_sweep needs λ, which AdaptiveDamping finds in the first step; take that first."
+        )
+    _, network, evaluation, stale, rows = optimizer._evaluate(closure)
+    point = optimizer._point(network, evaluation, stale, rows)
     found = []
     for name, rule in RULES.items():
         settings = replace(
@@ -73,12 +77,7 @@ def damping_sweep(
         )
         update = Update(network, settings)
         for gamma in gammas:
-            before = replace(
-                optimizer._state,
-                gamma=gamma,
-                inverse=None,
-                previous_delta=optimizer._state.previous_delta if rule.momentum else None,
-            )
+            before = replace(optimizer._state, gamma=gamma, inverse=None)
             found.append(_improvement(name, update, point, before))
     return found
 

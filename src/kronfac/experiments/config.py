@@ -41,15 +41,21 @@ class KfacOptions:
     """Approximate inverse Fisher."""
     preset: Literal["default", "paper"] = "default"
     """Constants of kronfac, or of the paper's experiments."""
-    lambda0: Annotated[float | None, hint("FLOAT", "1, or 150 with the paper's preset")] = None
+    lambda0: Annotated[
+        float | None, hint("FLOAT", "found on the first mini-batch, or 150 with paper")
+    ] = None
     """First λ, in units of the objective's curvature."""
     momentum: bool = True
     """Whether the previous update is the second direction of the quadratic model."""
     cg_steps: int = 1
     """Steps of preconditioned CG on the quadratic model; more than 1 is Hessian-free optimisation."""
-    statistics_fraction: Annotated[float | None, hint("FLOAT", "1, or 1/8 with paper")] = None
+    statistics_fraction: Annotated[
+        float | None, hint("FLOAT", "1/8; 250 rows at least but with paper")
+    ] = None
     """τ₁, share of the mini-batch for the statistics, in (0, 1]."""
-    fisher_fraction: Annotated[float | None, hint("FLOAT", "1, or 1/4 with paper")] = None
+    fisher_fraction: Annotated[
+        float | None, hint("FLOAT", "1/4; 250 rows at least but with paper")
+    ] = None
     """τ₂, share of the mini-batch for the exact-Fisher products, in (0, 1]."""
 
 
@@ -254,13 +260,12 @@ def resolved(config: TrainConfig, *, cases: int, weight_decay: float) -> TrainCo
     name = config.optimizer.lower()
     paper = config.kfac.preset == "paper"
     kfac, first_order, limits = config.kfac, config.first_order, config.limits
-    if name == "kfac":
-        usual = (150.0, 1 / 8, 1 / 4) if paper else (1.0, 1.0, 1.0)
+    if name == "kfac" and paper:
         kfac = replace(
             kfac,
-            lambda0=_or(kfac.lambda0, usual[0]),
-            statistics_fraction=_or(kfac.statistics_fraction, usual[1]),
-            fisher_fraction=_or(kfac.fisher_fraction, usual[2]),
+            lambda0=_or(kfac.lambda0, 150.0),
+            statistics_fraction=_or(kfac.statistics_fraction, 1 / 8),
+            fisher_fraction=_or(kfac.fisher_fraction, 1 / 4),
         )
     if name == "nag":
         first_order = FirstOrderOptions(_or(first_order.lr, 0.01), _or(first_order.mu_max, 0.99))

@@ -17,7 +17,7 @@ from kronfac.likelihoods.base import Likelihood
 from kronfac.optimizer import KFAC
 from kronfac.report import Stopwatch
 from kronfac.statistics import SampledFisher
-from kronfac.step_size import ConjugateGradients, LevenbergMarquardt
+from kronfac.step_size import AdaptiveDamping, ConjugateGradients
 
 CHUNK = 5000
 """Rows of a mini-batch at a time, as in the authors' program: memory does not grow with the batch."""
@@ -42,6 +42,10 @@ class StepNumbers:
     lambda_: float | None = None
     gamma: float | None = None
     rho: float | None = None
+    next_rho: float | None = None
+    """ρ of the step before, on this step's mini-batch."""
+    trials: int = 0
+    """Evaluations of the mini-batch beyond those of an ordinary step."""
     alpha: float | None = None
     """Coefficient of the new direction: α of K-FAC, the learning rate of the others."""
     mu: float | None = None
@@ -80,8 +84,7 @@ def _kfac(config: TrainConfig, model: nn.Module, loss: Likelihood) -> KFAC:
     """With the constants of a preset and what the configuration changes of them."""
     options = config.kfac
     settings: dict[str, Any] = presets.paper() if options.preset == "paper" else {}
-    damping = settings.get("damping", LevenbergMarquardt())
-    assert options.lambda0 is not None
+    damping = settings.get("damping", AdaptiveDamping())
     settings |= {
         "damping": replace(damping, lambda_=options.lambda0),
         "step_size": ConjugateGradients(momentum=options.momentum, cg_steps=options.cg_steps),
@@ -105,9 +108,11 @@ class KfacStepper:
         self.optimizer = optimizer
 
     def start(self) -> StepNumbers:
-        """λ₀ and γ₀."""
+        """λ₀ and γ₀, where they are known before the first mini-batch."""
         settings = self.optimizer.settings
         lambda_ = settings.damping.lambda_
+        if lambda_ is None:
+            return StepNumbers(math.nan)
         weight_decay = float(self.optimizer.param_groups[0]["weight_decay"])
         gamma = settings.gamma.initial(lambda_, weight_decay)
         return StepNumbers(math.nan, lambda_=lambda_, gamma=gamma)
@@ -122,6 +127,8 @@ class KfacStepper:
             lambda_=report.lambda_,
             gamma=report.gamma,
             rho=report.rho,
+            next_rho=report.next_rho,
+            trials=report.trials,
             alpha=report.alpha,
             mu=report.mu,
             parts=dict(report.seconds),

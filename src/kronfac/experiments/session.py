@@ -82,7 +82,7 @@ class Session:
             _synchronize(x.device)
             numbers.parts["averaging"] = time.perf_counter() - stepped
         self.seconds += time.perf_counter() - began
-        self.cases += len(x)
+        self.cases += len(x) * (1 + numbers.trials)
         self._count_refusals(numbers)
         return self._row(numbers, len(x))
 
@@ -103,6 +103,7 @@ class Session:
             "lambda": numbers.lambda_,
             "gamma": numbers.gamma,
             "rho": numbers.rho,
+            "next_rho": numbers.next_rho,
             "alpha": numbers.alpha,
             "mu": numbers.mu,
         }

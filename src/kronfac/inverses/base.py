@@ -49,6 +49,11 @@ class ApproximateInverse(ABC):
     low_rank: bool = False
     """Whether gradients are multiplied in factored form where that is cheaper [MG15 §8]."""
 
+    @property
+    def for_trials(self) -> "ApproximateInverse":
+        """An inverse much like this one, for trial steps, where this one is expensive."""
+        return self
+
     @abstractmethod
     def prepare(self, factors: KroneckerFactors) -> PreparedInverse:
         """What every γ shares."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kronfac.factors import KroneckerFactors
 from kronfac.inverses.base import ApproximateInverse, DampedInverse, Matrices
+from kronfac.inverses.block_diagonal import BlockDiagonalInverse
 from kronfac.inverses.damping import FactoredTikhonov
 from kronfac.linalg import (
     KroneckerDifferenceInverse,
@@ -61,6 +62,10 @@ class BlockTridiagonalInverse(ApproximateInverse):
                 "BlockTridiagonalInverse works with FactoredTikhonov only: the exact form has no "
                 f"efficient inverse in it; got {self.tikhonov!r}."
             )
+
+    @property
+    def for_trials(self) -> ApproximateInverse:
+        return BlockDiagonalInverse(self.tikhonov)
 
     def prepare(self, factors: KroneckerFactors) -> "_Prepared":
         return _Prepared(factors, self.tikhonov, self.solver)

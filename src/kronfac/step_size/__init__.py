@@ -1,5 +1,7 @@
 """How far to go: (α, μ) by the exact-Fisher quadratic model, λ and γ [MG15 §6.4–§7]."""
 
+from kronfac.step_size.adaptive_damping import AdaptiveDamping
+from kronfac.step_size.adaptive_gamma import AdaptiveGamma
 from kronfac.step_size.conjugate_gradients import ConjugateGradients, refined
 from kronfac.step_size.fisher_products import fisher_gram, fisher_product
 from kronfac.step_size.gamma_search import FixedGamma, GammaRule, GammaSearch, TiedGamma
@@ -7,6 +9,8 @@ from kronfac.step_size.levenberg_marquardt import DampingRule, FixedDamping, Lev
 from kronfac.step_size.quadratic_model import QuadraticModel, RawStep, Step, StepRule
 
 __all__ = [
+    "AdaptiveDamping",
+    "AdaptiveGamma",
     "ConjugateGradients",
     "DampingRule",
     "FixedDamping",

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 # With no weight decay there is no natural floor for γ. This one keeps the damped factors of ordinary
 # networks within reach of a float32 Cholesky decomposition.
-_FLOOR = 1e-4
+FLOOR = 1e-4
 
 
 class GammaRule(Protocol):
@@ -22,18 +22,51 @@ class GammaRule(Protocol):
         ...
 
     def candidates(
-        self, iteration: int, gamma: float, lambda_: float, weight_decay: float
+        self,
+        iteration: int,
+        gamma: float,
+        lambda_: float,
+        weight_decay: float,
+        move: float,
+        drifted: bool,
     ) -> tuple[float, ...]:
-        """The γ to try at this iteration. More than one only where the inverse is refreshed."""
+        """The γ to try where the inverse is refreshed, γ as it was first.
+
+        Args:
+            iteration: k.
+            gamma: as it was.
+            lambda_: as it is.
+            weight_decay: η.
+            move: what `moved` returned at the refresh before; 0 at the first.
+            drifted: whether `due` made this refresh.
+        """
         ...
 
-    def check_interval(self, inverse_interval: int) -> None:
-        """Refuse an inverse interval T₃ that this rule can't work with."""
+    def moved(self, move: float, candidates: tuple[float, ...], chosen: float) -> float:
+        """What the rule wants to know of this refresh at the next."""
         ...
+
+    def due(self, inverse_lambda: float, lambda_: float) -> bool:
+        """Whether λ is so far from what it was at the last refresh that another can't wait."""
+        ...
+
+    def check_interval(self, inverse_interval: int | None) -> None:
+        """Refuse an inverse interval T₃ that this rule can't work with; None is one that grows."""
+        ...
+
+
+class _Regular:
+    """A rule that remembers nothing and leaves refreshes to their interval."""
+
+    def moved(self, move: float, candidates: tuple[float, ...], chosen: float) -> float:
+        return 0.0
+
+    def due(self, inverse_lambda: float, lambda_: float) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
-class GammaSearch:
+class GammaSearch(_Regular):
     """Every `interval` iterations the best of γ, ω₂γ and γ/ω₂; ω₂ = factor^interval.
 
     Starts at √(λ + η).
@@ -59,9 +92,9 @@ class GammaSearch:
             raise ValueError(f"GammaSearch's interval is 1 or more; got {self.interval}.")
         if not 0 < self.factor < 1:
             raise ValueError(f"GammaSearch's factor lies in (0, 1); got {self.factor}.")
-        if not 0 < (_FLOOR if self.minimum is None else self.minimum) <= self.maximum:
+        if not 0 < (FLOOR if self.minimum is None else self.minimum) <= self.maximum:
             raise ValueError(
-                f"GammaSearch needs 0 < minimum ≤ maximum (minimum None is at least {_FLOOR}); got "
+                f"GammaSearch needs 0 < minimum ≤ maximum (minimum None is at least {FLOOR}); got "
                 f"{self.minimum} and {self.maximum}."
             )
         if self.criterion not in ("model", "objective"):
@@ -73,7 +106,13 @@ class GammaSearch:
         return max(math.sqrt(lambda_ + weight_decay), self._minimum(weight_decay))
 
     def candidates(
-        self, iteration: int, gamma: float, lambda_: float, weight_decay: float
+        self,
+        iteration: int,
+        gamma: float,
+        lambda_: float,
+        weight_decay: float,
+        move: float = 0.0,
+        drifted: bool = False,
     ) -> tuple[float, ...]:
         if iteration % self.interval:
             return (gamma,)
@@ -83,8 +122,8 @@ class GammaSearch:
         # γ first: of equals it stays. At a bound two of the three coincide.
         return tuple(dict.fromkeys((gamma, smaller, larger)))
 
-    def check_interval(self, inverse_interval: int) -> None:
-        if self.interval % inverse_interval:
+    def check_interval(self, inverse_interval: int | None) -> None:
+        if inverse_interval is None or self.interval % inverse_interval:
             raise ValueError(
                 f"GammaSearch's interval T₂ must be a multiple of inverse_interval T₃ [MG15 §6.6]; got "
                 f"{self.interval} and {inverse_interval}."
@@ -93,11 +132,11 @@ class GammaSearch:
     def _minimum(self, weight_decay: float) -> float:
         if self.minimum is not None:
             return self.minimum
-        return max(math.sqrt(weight_decay), _FLOOR)
+        return max(math.sqrt(weight_decay), FLOOR)
 
 
 @dataclass(frozen=True)
-class FixedGamma:
+class FixedGamma(_Regular):
     """γ stays as it is; without a value, as √(λ₀ + η)."""
 
     gamma: float | None = None
@@ -111,16 +150,22 @@ class FixedGamma:
         return math.sqrt(lambda_ + weight_decay) if self.gamma is None else self.gamma
 
     def candidates(
-        self, iteration: int, gamma: float, lambda_: float, weight_decay: float
+        self,
+        iteration: int,
+        gamma: float,
+        lambda_: float,
+        weight_decay: float,
+        move: float = 0.0,
+        drifted: bool = False,
     ) -> tuple[float, ...]:
         return (gamma,)
 
-    def check_interval(self, inverse_interval: int) -> None:
+    def check_interval(self, inverse_interval: int | None) -> None:
         pass
 
 
 @dataclass(frozen=True)
-class TiedGamma:
+class TiedGamma(_Regular):
     """γ = √(λ + η): one damping strength for both, as in §6.3 before §6.6 separates them.
 
     Takes effect where the inverse is refreshed.
@@ -132,9 +177,15 @@ class TiedGamma:
         return math.sqrt(lambda_ + weight_decay)
 
     def candidates(
-        self, iteration: int, gamma: float, lambda_: float, weight_decay: float
+        self,
+        iteration: int,
+        gamma: float,
+        lambda_: float,
+        weight_decay: float,
+        move: float = 0.0,
+        drifted: bool = False,
     ) -> tuple[float, ...]:
         return (math.sqrt(lambda_ + weight_decay),)
 
-    def check_interval(self, inverse_interval: int) -> None:
+    def check_interval(self, inverse_interval: int | None) -> None:
         pass

@@ -5,15 +5,20 @@ Rules are values: numbers in, numbers out. Iterations are counted from 1.
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 
 class DampingRule(Protocol):
     """How λ starts and moves."""
 
     @property
-    def lambda_(self) -> float:
-        """λ before the first iteration."""
+    def lambda_(self) -> float | None:
+        """λ before the first iteration; None only if `searches`."""
+        ...
+
+    @property
+    def searches(self) -> bool:
+        """Whether the first step looks for a better λ, from this one or from one of its own."""
         ...
 
     def measures(self, iteration: int) -> bool:
@@ -22,6 +27,21 @@ class DampingRule(Protocol):
 
     def updated(self, lambda_: float, rho: float) -> float:
         """λ after an iteration that measured ρ."""
+        ...
+
+    def judges(self, iteration: int) -> bool:
+        """Whether ρ of the step before is wanted on the rows of this iteration, at the same cost."""
+        ...
+
+    def judged(self, lambda_: float, rho: float, share: float, noisy: bool) -> float:
+        """λ after that.
+
+        Args:
+            lambda_: before.
+            rho: NaN for a step that is taken back.
+            share: of the model's curvature along the step, what is not λ's.
+            noisy: whether ρ has anything to do with the choice of the rows.
+        """
         ...
 
 
@@ -39,6 +59,7 @@ class LevenbergMarquardt:
     lambda_: float = 1.0
     interval: int = 5
     decay: float = 19 / 20
+    searches: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_lambda(self.lambda_)
@@ -49,6 +70,12 @@ class LevenbergMarquardt:
 
     def measures(self, iteration: int) -> bool:
         return iteration % self.interval == 0
+
+    def judges(self, iteration: int) -> bool:
+        return False
+
+    def judged(self, lambda_: float, rho: float, share: float, noisy: bool) -> float:
+        return self.updated(lambda_, rho)
 
     def updated(self, lambda_: float, rho: float) -> float:
         omega = self.decay**self.interval
@@ -62,6 +89,7 @@ class FixedDamping:
     """λ stays as it is."""
 
     lambda_: float
+    searches: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_lambda(self.lambda_)
@@ -70,6 +98,12 @@ class FixedDamping:
         return False
 
     def updated(self, lambda_: float, rho: float) -> float:
+        return lambda_
+
+    def judges(self, iteration: int) -> bool:
+        return False
+
+    def judged(self, lambda_: float, rho: float, share: float, noisy: bool) -> float:
         return lambda_
 
 

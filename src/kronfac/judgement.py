@@ -1,0 +1,95 @@
+"""Was the last step a good one? Judged by the rows of the next mini-batch, which it has not seen.
+
+Nothing here changes anything: the optimizer restores what a judgement says to take back.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from kronfac.proposal import Evaluation, Network, decay_change, moved_loss
+from kronfac.report import Event
+from kronfac.state import State
+from kronfac.step_size import DampingRule
+
+NOISE_DECAY = 0.8
+"""Of the moving average of the noise, per judgement."""
+NO_NOISE = 1e-2
+"""Share of the predicted change below which noise explains nothing of ρ."""
+SIGNIFICANT = 2.0
+"""Times the noise that a rise has to be for the step to be taken back."""
+ROUNDING = 32
+"""ε of the loss below which changes of it mean nothing."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the next mini-batch says of the last step."""
+
+    state: State
+    """With λ moved, and nothing left to judge."""
+    rho: float
+    """NaN where the loss is not finite after the step."""
+    event: Event | None = None
+    """Why the step has to be taken back."""
+
+
+def judge(
+    network: Network, rule: DampingRule, evaluation: Evaluation, state: State
+) -> Judgement | None:
+    """ρ of the last step, (h(θ) − h(θ − δ)) / (M(δ) − M(0)) with h on the new rows.
+
+    θ − δ was seen on the step's own rows and is now seen on these: the difference of the two losses is
+    the noise of sampling. A step after which h is higher by more than twice that is taken back.
+
+    None if these rows can't tell: the loss is not finite before the step either, or what was predicted
+    is below the rounding error of the loss.
+    """
+    last, delta = state.last, state.previous_delta
+    if last is None or delta is None:
+        return None
+    back = tuple(V.neg() for V in delta)
+    loss = float(evaluation.loss)
+    seen = evaluation.batch.seen_loss
+    loss_seen = seen is not None and evaluation.seen(loss, float(seen), delta[0].dtype)
+    loss_before = float(moved_loss(network, evaluation, loss_seen, back))
+    if not math.isfinite(loss):
+        if not math.isfinite(loss_before):
+            return None
+        return _against(rule, state, math.nan, f"the loss became {loss} after it.")
+    rounding = ROUNDING * torch.finfo(delta[0].dtype).eps * abs(loss)
+    if abs(last.predicted_change) <= rounding:
+        return None
+    change = loss - loss_before - decay_change(network, evaluation.weight_decay, back)
+    rho = change / last.predicted_change
+    sample = abs(loss_before - last.loss)
+    usual = sample if state.noise is None else state.noise
+    noise = max(sample, usual)
+    if change > SIGNIFICANT * noise + rounding:
+        cause = (
+            f"on the next mini-batch the objective rose by {change:.3g} with it, where "
+            f"{last.predicted_change:.3g} was predicted and mini-batches differ by {noise:.3g}."
+        )
+        return _against(rule, state, rho, cause)
+    noisy = noise > rounding + NO_NOISE * abs(last.predicted_change)
+    judged = replace(
+        state,
+        lambda_=rule.judged(state.lambda_, rho, last.curvature_share, noisy),
+        noise=NOISE_DECAY * usual + (1 - NOISE_DECAY) * sample,
+        last=None,
+    )
+    return Judgement(judged, rho)
+
+
+def _against(rule: DampingRule, state: State, rho: float, cause: str) -> Judgement:
+    """The state before the step, but for what it taught: statistics, iteration, a larger λ."""
+    assert state.last is not None
+    kept = state.last.kept
+    before = replace(
+        state,
+        lambda_=rule.judged(state.lambda_, math.nan, state.last.curvature_share, noisy=False),
+        previous_delta=None if kept is None else kept.previous_delta,
+        last=None,
+    )
+    return Judgement(before, rho, Event("taken_back", f"The last step is taken back: {cause}"))

@@ -1,0 +1,230 @@
+"""The last step is judged by the next mini-batch, and taken back if that says so."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kronfac
+from kronfac import KFAC, AdaptiveDamping, FixedDamping, LevenbergMarquardt, RawStep
+from tests.conftest import mlp, normal
+from tests.optimizer.runs import INVERSES, closure_of, same
+
+ETA = 1e-2
+LOSS = nn.MSELoss()
+
+
+def data(step: int, cases: int = 80) -> tuple[Tensor, Tensor]:
+    x = normal(cases, 4, seed=step)
+    return x, x[:, :3].sin() + 0.1 * normal(cases, 3, seed=100 + step)
+
+
+def objective(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    """h by its definition."""
+    with torch.no_grad():
+        squares = sum(float(p.square().sum()) for p in model.parameters())
+        return float(LOSS(model(x), y)) + ETA / 2 * squares
+
+
+def parameters(optimizer: KFAC) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in optimizer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("own_closure", [False, True])
+@pytest.mark.parametrize("inverse", INVERSES)
+def test_rho_is_that_of_the_step_before_on_rows_that_it_has_not_seen(inverse, own_closure):
+    damping = AdaptiveDamping(lambda_=0.3, settling=4, interval=3)
+    optimizer = KFAC(
+        mlp([4, 6, 3], seed=3), LOSS, inverse=inverse, weight_decay=ETA, damping=damping
+    )
+    before, lambdas, judged = None, [], []
+    for step in range(1, 11):
+        x, y = data(step)
+        expected = None
+        if before is not None:
+            after = parameters(optimizer)
+            h = objective(optimizer.model, x, y)
+            optimizer.model.load_state_dict(before)
+            expected = (h - objective(optimizer.model, x, y)) / optimizer.report.predicted_change
+            optimizer.model.load_state_dict(after)
+        before = parameters(optimizer)
+        closure = closure_of(optimizer, LOSS, x, y) if own_closure else optimizer.closure(x, y)
+        optimizer.step(closure)
+        report = optimizer.report
+        assert not report.events
+        lambdas.append(report.lambda_)
+        if step in (2, 3, 4, 6, 9):  # the settling iterations, then every third
+            assert report.next_rho == pytest.approx(expected, rel=1e-7)
+            judged.append(step)
+        else:
+            assert report.next_rho is None
+    moved = [step for step in range(2, 11) if lambdas[step - 1] != lambdas[step - 2]]
+    assert moved
+    assert set(moved) <= set(judged)
+
+
+def test_lambda_moves_by_how_far_rho_is_from_its_target():
+    """λ ← λ exp(−2 (ρ − target · s)), s = 1 − λ‖δ‖² / −2(M(δ) − M(0)) where (α, μ) minimise M."""
+    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, weight_decay=ETA)
+    seen = 0
+    for step in range(1, 15):
+        report = optimizer.report
+        state = optimizer.state_dict()["kfac"]
+        optimizer.step(optimizer.closure(*data(step)))
+        rho = optimizer.report.next_rho
+        if rho is None:
+            continue
+        norm = sum(float(V.square().sum()) for V in state["previous_delta"])
+        if any(event.kind == "taken_back" for event in optimizer.report.events):
+            continue
+        share = 1 - report.lambda_ * norm / (-2 * report.predicted_change)
+        factor = min(max(math.exp(-2 * (rho - 0.05 * share)), 0.1), 10)
+        if share > 0.999:
+            factor = max(factor, 1.0)
+        assert optimizer.report.lambda_ == pytest.approx(report.lambda_ * factor, rel=1e-6)
+        seen += factor != 1
+    assert seen >= 3
+
+
+def reckless(optimizer: KFAC, alpha: float = 30.0) -> None:
+    """Make its next steps too long."""
+    optimizer.settings = replace(optimizer.settings, step_size=RawStep(alpha))
+
+
+@pytest.mark.parametrize("inverse", INVERSES)
+def test_a_step_after_which_the_same_rows_are_worse_is_taken_back(inverse):
+    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, weight_decay=ETA, inverse=inverse)
+    x, y = data(0)
+    closure, calls = optimizer.closure(x, y), []
+    optimizer.step(closure)
+    start, sensible = parameters(optimizer), optimizer.settings
+    reckless(optimizer)
+    optimizer.step(closure)
+    optimizer.settings = sensible
+    lambda_ = optimizer.report.lambda_
+    worse = parameters(optimizer)
+    assert objective(optimizer.model, x, y) > objective(_at(mlp([4, 6, 3]), start), x, y)
+
+    def counted() -> Tensor:
+        calls.append(parameters(optimizer))
+        return closure()
+
+    optimizer.step(counted)
+    report = optimizer.report
+    assert [event.kind for event in report.events] == ["taken_back"]
+    assert "rose by" in report.events[0].message
+    assert report.next_rho is not None
+    # At the bad parameters, where it was found out, and at the ones from before, to the bit.
+    assert same(calls, [worse, start])
+    assert report.lambda_ == pytest.approx(10 * lambda_)
+    assert not same(parameters(optimizer), start), "a new step was taken from there"
+    assert objective(optimizer.model, x, y) < objective(_at(mlp([4, 6, 3]), start), x, y)
+
+
+def _at(model: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+    model.load_state_dict(values)
+    return model
+
+
+def test_the_momentum_comes_back_too():
+    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, weight_decay=ETA)
+    x, y = data(0)
+    for _ in range(3):
+        optimizer.step(optimizer.closure(x, y))
+    momentum = optimizer.state_dict()["kfac"]["previous_delta"]
+    sensible = optimizer.settings
+    reckless(optimizer)
+    optimizer.step(optimizer.closure(x, y))
+    optimizer.settings = sensible
+    assert not same(optimizer.state_dict()["kfac"]["previous_delta"], momentum)
+    optimizer.step(optimizer.closure(x, y))
+    assert optimizer.report.events[0].kind == "taken_back"
+    assert optimizer.report.mu is not None
+    # What the step that was made then keeps for itself is the δ₀ that it was made with.
+    assert same(optimizer.state_dict()["kfac"]["last"]["kept"]["previous_delta"], momentum)
+
+
+def test_a_rise_that_the_noise_of_sampling_explains_is_left():
+    """Mini-batches of three cases: the objective on the next one is often higher than before."""
+    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, damping=AdaptiveDamping(settling=60))
+    rises = backs = 0
+    for step in range(60):
+        optimizer.step(optimizer.closure(*data(step, cases=3)))
+        rho = optimizer.report.next_rho
+        rises += rho is not None and rho < 0
+        backs += any(event.kind == "taken_back" for event in optimizer.report.events)
+    assert rises > 10
+    assert backs < rises / 2
+
+
+class Overflowing(nn.Module):
+    """exp(exp(·)) is infinite a few steps from where it is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).exp().exp()
+
+
+@pytest.mark.parametrize(
+    "damping", [AdaptiveDamping(settling=0, interval=100), LevenbergMarquardt(), FixedDamping(0.1)]
+)
+def test_a_step_after_which_the_loss_is_not_finite_is_taken_back_at_once(damping):
+    """Also where no judgement is due, and by every rule."""
+    torch.manual_seed(0)
+    model = Overflowing()
+    optimizer = KFAC(model, LOSS, damping=damping)
+    x, y = normal(20, 2), torch.full((20, 1), 3.0).double()
+    optimizer.step(optimizer.closure(x, y))
+    start, sensible = parameters(optimizer), optimizer.settings
+    reckless(optimizer, 1e4)
+    optimizer.step(optimizer.closure(x, y))
+    assert not math.isfinite(float(LOSS(model(x), y).detach()))
+    optimizer.settings = sensible
+    loss = optimizer.step(optimizer.closure(x, y))
+    assert optimizer.report.events[0].kind == "taken_back"
+    assert math.isnan(optimizer.report.next_rho)
+    assert math.isfinite(loss)
+    assert not optimizer.report.refused
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    # Without a kept copy θ + δ − δ is θ up to the rounding of a large δ.
+    assert float(loss) == pytest.approx(float(LOSS(_at(model, start)(x), y).detach()), rel=1e-9)
+
+
+def test_rows_that_are_not_finite_themselves_say_nothing_of_the_last_step():
+    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS)
+    for step in range(3):
+        optimizer.step(optimizer.closure(*data(step)))
+    before, state = parameters(optimizer), optimizer.state_dict()
+    x, y = data(3)
+    optimizer.step(optimizer.closure(x, y * math.nan))
+    assert optimizer.report.refused
+    assert same(parameters(optimizer), before)
+    assert same(optimizer.state_dict(), state)
+    optimizer.step(optimizer.closure(x, y))
+    assert optimizer.report.next_rho is not None, "judged by the next rows that can tell"
+
+
+def test_a_failed_step_is_repeated_as_if_nothing_had_happened():
+    """What a judgement found is kept; the step after it comes out the same."""
+    optimizer, untroubled = (KFAC(mlp([4, 6, 3], seed=3), LOSS) for _ in range(2))
+    for step in range(4):
+        closure = optimizer.closure(*data(step))
+
+        def failing(closure=closure) -> Tensor:
+            with torch.no_grad():
+                loss: Tensor = closure._objective.module(optimizer.model(data(9)[0]), data(9)[1])
+            return loss
+
+        with pytest.raises(kronfac.KronfacError):
+            optimizer.step(failing)
+        if step:
+            # The same rows judge in both.
+            untroubled._state = optimizer._state
+        optimizer.step(closure)
+        untroubled.step(untroubled.closure(*data(step)))
+        assert same(parameters(optimizer), parameters(untroubled))

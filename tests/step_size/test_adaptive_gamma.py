@@ -1,0 +1,82 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kronfac.step_size import AdaptiveGamma
+
+RULE = AdaptiveGamma()
+
+
+def search(cost, gamma: float, refreshes: int) -> list[float]:
+    """γ after each refresh, when the candidate of lowest cost is chosen."""
+    move, found = 0.0, []
+    for k in range(2, 2 + refreshes):
+        candidates = RULE.candidates(k, gamma, 1.0, 0.0, move, drifted=False)
+        assert candidates[0] == gamma
+        assert len(candidates) <= 2, "one extra refresh at the most"
+        gamma = min(candidates, key=cost)
+        move = RULE.moved(move, candidates, gamma)
+        found.append(gamma)
+    return found
+
+
+@pytest.mark.parametrize("best", [1e-3, 0.03, 1.0, 7.0, 300.0])
+def test_a_gamma_that_is_decades_away_is_found_in_a_few_refreshes(best):
+    found = search(lambda gamma: abs(math.log(gamma / best)), gamma=1.0, refreshes=14)
+    assert found[-1] == pytest.approx(best, rel=0.5)
+
+
+def test_it_goes_on_looking():
+    """The best γ falls by 40 % from refresh to refresh, as it does in training."""
+    best = 1.0
+
+    def cost(gamma: float) -> float:
+        return abs(math.log(gamma / best))
+
+    move, gamma = 0.0, 1.0
+    for k in range(2, 32):
+        candidates = RULE.candidates(k, gamma, 1.0, 0.0, move, drifted=False)
+        gamma = min(candidates, key=cost)
+        move = RULE.moved(move, candidates, gamma)
+        assert abs(math.log(gamma / best)) < math.log(6)
+        best = max(best * 0.6, 1e-3)
+
+
+def test_the_first_refresh_has_one_candidate():
+    assert RULE.candidates(1, 0.7, 0.5, 0.0, 0.0, drifted=False) == (0.7,)
+
+
+def test_where_lambda_has_drifted_gamma_may_follow():
+    assert RULE.candidates(5, 30.0, 0.01, 0.0, 0.3, drifted=True) == (30.0, 0.1)
+    assert RULE.due(1.0, 10.1)
+    assert RULE.due(1.0, 0.099)
+    assert not RULE.due(1.0, 9.9)
+    assert not RULE.due(1.0, 0.101)
+
+
+@given(
+    gamma=st.floats(1e-3, 1e6),
+    lambda_=st.floats(0, 1e9),
+    eta=st.floats(0, 1),
+    move=st.floats(-3, 3),
+    drifted=st.booleans(),
+)
+def test_candidates_are_positive_different_and_above_the_floor(gamma, lambda_, eta, move, drifted):
+    candidates = RULE.candidates(7, gamma, lambda_, eta, move, drifted)
+    assert candidates[0] == gamma
+    assert len(set(candidates)) == len(candidates)
+    assert all(other >= max(math.sqrt(eta), 1e-4) for other in candidates[1:])
+
+
+def test_the_floor_can_be_chosen():
+    rule = AdaptiveGamma(minimum=0.2)
+    assert rule.initial(1e-6, 0.0) == 0.2
+    assert rule.candidates(3, 0.3, 1e-6, 0.0, -2.0, drifted=False) == (0.3, 0.2)
+
+
+@pytest.mark.parametrize("settings", [{"drift": 1.0}, {"minimum": 0.0}, {"minimum": math.inf}])
+def test_settings_are_checked(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        AdaptiveGamma(**settings)
