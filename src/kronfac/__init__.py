@@ -24,12 +24,19 @@ from kronfac.step_size import (
     RawStep,
     TiedGamma,
 )
-from kronfac.training import ExponentialBatchSize, ScheduledBatchSampler, averaged, sparse_
+from kronfac.training import (
+    AdaptiveBatchSampler,
+    ExponentialBatchSize,
+    ScheduledBatchSampler,
+    averaged,
+    sparse_,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "KFAC",
+    "AdaptiveBatchSampler",
     "AdaptiveDamping",
     "AdaptiveGamma",
     "Bernoulli",

@@ -1,6 +1,8 @@
-"""λ₀ from the problem: the λ whose step lowers the objective most, in a few trials on the first mini-batch.
+"""λ₀ from the problem: the least damping at which a step still does what the quadratic model says.
 
-A trial is a whole step with γ = √(λ + η), computed and not taken, and the objective after it.
+A trial is a whole step with γ = √(λ + η), computed and not taken, and its reduction ratio ρ on the first
+mini-batch. More damping would lower the objective faster at first, along the few steepest directions;
+where that leads, training is slower for long afterwards.
 """
 
 import math
@@ -16,9 +18,9 @@ from kronfac.state import State
 from kronfac.step_size import StepRule
 
 FACTOR = 10.0
-"""Between two trials. The rule that λ moves by from there makes good for half a decade at once."""
-WORTHWHILE = 1.05
-"""By so much a trial must be better than the best before it for the search to go on."""
+"""Between two trials; the rule that λ moves by from there makes good for half a decade at once."""
+TRUSTED = 0.6
+"""ρ of a step that the model describes well enough; the paper lets λ be above ¼ and fall above ¾."""
 MOST_TRIALS = 8
 
 
@@ -30,12 +32,11 @@ def first_lambda(
     inverse: ApproximateInverse,
     step_size: StepRule,
     fisher_fraction: float,
-    watch: Stopwatch,
 ) -> tuple[float, int]:
     """λ₀, and the number of trials that it took; the search starts at λ, if one was given."""
     prepared = inverse.for_trials.prepare(factors)
 
-    def decrease(lambda_: float) -> float:
+    def rho(lambda_: float) -> float:
         gamma = math.sqrt(lambda_ + point.weight_decay)
         try:
             proposal = propose(
@@ -48,15 +49,16 @@ def first_lambda(
                 None,
                 step_size,
                 fisher_fraction,
-                watch,
+                Stopwatch(),
             )
         except (RefusedError, NonFiniteError, NotPositiveDefiniteError):
             return -math.inf
+        predicted = proposal.step.predicted_change
         change = objective_change(network, point, proposal.loss_seen, proposal.delta)
-        return -math.inf if math.isnan(change) else -change
+        return change / predicted if predicted < 0 and math.isfinite(change) else -math.inf
 
     start = mean_curvature(factors) if math.isnan(before.lambda_) else before.lambda_
-    return best_by_factors(decrease, start)
+    return least_trusted(rho, start)
 
 
 def mean_curvature(factors: KroneckerFactors) -> float:
@@ -69,23 +71,19 @@ def mean_curvature(factors: KroneckerFactors) -> float:
     return mean if 0 < mean < math.inf else 1.0
 
 
-def best_by_factors(gain: Callable[[float], float], start: float) -> tuple[float, int]:
-    """The x = start · FACTORʲ with the largest gain, uphill from `start`, downwards first."""
-    best, highest = start, gain(start)
-    trials = 1
-    for factor in (1 / FACTOR, FACTOR):
-        x, found = best, False
-        while trials < MOST_TRIALS:
-            x *= factor
-            value = gain(x)
-            trials += 1
-            worthwhile = value > (WORTHWHILE * highest if highest > 0 else highest)
-            if value > highest:
-                best, highest = x, value
-            # Where nothing has worked so far, more damping may.
-            if not worthwhile and not (highest == -math.inf and factor > 1):
-                break
-            found = found or worthwhile
-        if found:
+def least_trusted(rho: Callable[[float], float], start: float) -> tuple[float, int]:
+    """The smallest x = start · FACTORʲ that can be reached from `start` with ρ(x) ≥ TRUSTED.
+
+    Downwards while that holds; upwards until it does. After the last trial the last x.
+    """
+    trials, x = 1, start
+    down = rho(x) >= TRUSTED
+    while trials < MOST_TRIALS:
+        x = x / FACTOR if down else x * FACTOR
+        trials += 1
+        trusted = rho(x) >= TRUSTED
+        if down and not trusted:
+            return x * FACTOR, trials
+        if not down and trusted:
             break
-    return best, trials
+    return x, trials

@@ -13,8 +13,8 @@ from kronfac.report import Event
 from kronfac.state import State
 from kronfac.step_size import DampingRule
 
-NOISE_DECAY = 0.8
-"""Of the moving average of the noise, per judgement."""
+DECAY = 0.8
+"""Of the moving averages of ρ and of the noise, per judgement."""
 NO_NOISE = 1e-2
 """Share of the predicted change below which noise explains nothing of ρ."""
 SIGNIFICANT = 2.0
@@ -76,10 +76,15 @@ def judge(
     judged = replace(
         state,
         lambda_=rule.judged(state.lambda_, rho, last.curvature_share, noisy),
-        noise=NOISE_DECAY * usual + (1 - NOISE_DECAY) * sample,
+        confirmed=_average(state.confirmed, min(max(rho, -1.0), 1.0)),
+        noise=_average(usual, sample),
         last=None,
     )
     return Judgement(judged, rho)
+
+
+def _average(old: float, new: float) -> float:
+    return DECAY * old + (1 - DECAY) * new
 
 
 def _against(rule: DampingRule, state: State, rho: float, cause: str) -> Judgement:

@@ -19,7 +19,7 @@ from kronfac.likelihoods import Objective
 from kronfac.minibatch import Batch
 from kronfac.report import Stopwatch
 from kronfac.state import State
-from kronfac.step_size import Step, StepRule, fisher_gram, fisher_product, refined
+from kronfac.step_size import Step, StepRule, fisher_gram, fisher_product, refined, within
 
 # Relative difference, in ε of the parameters' dtype, between the loss that a closure returned and the
 # loss of the rows it used above which the closure computes something that K-FAC cannot see. Both are
@@ -169,8 +169,10 @@ def propose(
         step = step_size.solve(Q, r[0], precision)
         if not math.isfinite(step.predicted_change):
             raise RefusedError("The predicted change of the objective is not finite.")
-        delta = _combine(directions, step.coefficients)
         loss, seen_value, _ = numbers[-3:].tolist()
+        if step_size.bounded:
+            step = within(step, loss)
+        delta = _combine(directions, step.coefficients)
         c = torch.tensor(step.coefficients, dtype=torch.float64)
         curvature, damped = (
             float(c @ (fisher + strength * inner) @ c)

@@ -119,7 +119,6 @@ class Update:
                     settings.inverse,
                     settings.step_size,
                     settings.fisher_share(point.batch.cases),
-                    Stopwatch(),
                 )
             gamma = settings.gamma.initial(lambda_, point.weight_decay)
             before = replace(before, lambda_=lambda_, gamma=gamma)
@@ -235,7 +234,13 @@ class Update:
         best: Proposal | None = None
         failure: Exception | None = None
         candidates = settings.gamma.candidates(
-            k, before.gamma, before.lambda_, point.weight_decay, before.gamma_move, drifted
+            k,
+            before.gamma,
+            before.lambda_,
+            point.weight_decay,
+            before.gamma_move,
+            drifted,
+            before.confirmed,
         )
         try:
             with watch("inverse"):

@@ -112,11 +112,18 @@ def test_steps_that_cannot_be_computed_are_nan(run):
 def test_before_the_first_step_momentum_makes_no_difference():
     model, x = mlp((3, 5, 2)), normal(30, 3, seed=4)
     y = random_targets(model(x), "bernoulli")
-    optimizer = KFAC(model, Bernoulli())
+    optimizer = KFAC(model, Bernoulli(), damping=LevenbergMarquardt())
     found = damping_sweep(optimizer, optimizer.closure(x, y), GAMMAS)
     with_momentum, without, _ = ([i for i in found if i.rule == rule] for rule in RULES)
     for one, two in zip(with_momentum, without, strict=True):
         assert one.improvement == two.improvement
+
+
+def test_a_lambda_that_is_not_yet_known():
+    model, x = mlp((3, 5, 2)), normal(30, 3, seed=4)
+    optimizer = KFAC(model, Bernoulli())
+    with pytest.raises(ValueError, match="finds in the first step"):
+        damping_sweep(optimizer, optimizer.closure(x, x[:, :2].sigmoid()), GAMMAS)
 
 
 @pytest.mark.parametrize("gammas", [(), (0.0,), (1.0, math.inf), (math.nan,)])

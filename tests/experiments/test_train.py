@@ -53,11 +53,14 @@ def test_a_run_is_written_down(words, data, tmp_path, capsys):
     metrics = rows(run)
     assert [row["iteration"] for row in metrics] == list(range(13))
     kfac = "optimizer" not in words or "kfac" in words
+    given = "--lambda0" in words
     for row in metrics:
         assert row.keys() >= ALWAYS
         assert ("train_error" in row) == (row["iteration"] in (0, 10, 12))
         assert ("test_error" in row) == (row["iteration"] in (0, 10, 12))
-        assert (row["lambda"] is not None) == (row["gamma"] is not None) == kfac
+        # λ₀ is found in the first iteration, but with the paper's preset.
+        known = kfac and (row["iteration"] > 0 or "paper" in words)
+        assert (row["lambda"] is not None) == (row["gamma"] is not None) == (known or given)
         if row["iteration"]:
             assert math.isfinite(row["loss"])
             assert row["alpha"] is not None
@@ -66,7 +69,11 @@ def test_a_run_is_written_down(words, data, tmp_path, capsys):
     assert averaged == ([10, 12] if "--average" in words else [])
     for before, row in pairwise(metrics):
         assert row["seconds"] > before["seconds"]
-        assert row["cases"] == before["cases"] + row["batch"]
+        trials = row["cases"] - before["cases"] - row["batch"]
+        assert trials % row["batch"] == 0
+        # Trial evaluations for λ₀ are counted as cases, too.
+        searched = kfac and "paper" not in words and row["iteration"] == 1
+        assert (trials > 0) == searched
     assert metrics[-1]["train_error"] < metrics[0]["train_error"]
     out = capsys.readouterr().out
     assert f"Wrote {run}: config.json, metrics.jsonl, reconstructions.npz, checkpoint.pt" in out

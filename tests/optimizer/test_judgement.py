@@ -61,7 +61,6 @@ def test_rho_is_that_of_the_step_before_on_rows_that_it_has_not_seen(inverse, ow
         else:
             assert report.next_rho is None
     moved = [step for step in range(2, 11) if lambdas[step - 1] != lambdas[step - 2]]
-    assert moved
     assert set(moved) <= set(judged)
 
 

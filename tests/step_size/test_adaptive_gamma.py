@@ -13,7 +13,7 @@ def search(cost, gamma: float, refreshes: int) -> list[float]:
     """γ after each refresh, when the candidate of lowest cost is chosen."""
     move, found = 0.0, []
     for k in range(2, 2 + refreshes):
-        candidates = RULE.candidates(k, gamma, 1.0, 0.0, move, drifted=False)
+        candidates = RULE.candidates(k, gamma, 1.0, 0.0, move, drifted=False, confirmed=1.0)
         assert candidates[0] == gamma
         assert len(candidates) <= 2, "one extra refresh at the most"
         gamma = min(candidates, key=cost)
@@ -37,7 +37,7 @@ def test_it_goes_on_looking():
 
     move, gamma = 0.0, 1.0
     for k in range(2, 32):
-        candidates = RULE.candidates(k, gamma, 1.0, 0.0, move, drifted=False)
+        candidates = RULE.candidates(k, gamma, 1.0, 0.0, move, drifted=False, confirmed=1.0)
         gamma = min(candidates, key=cost)
         move = RULE.moved(move, candidates, gamma)
         assert abs(math.log(gamma / best)) < math.log(6)
@@ -45,11 +45,11 @@ def test_it_goes_on_looking():
 
 
 def test_the_first_refresh_has_one_candidate():
-    assert RULE.candidates(1, 0.7, 0.5, 0.0, 0.0, drifted=False) == (0.7,)
+    assert RULE.candidates(1, 0.7, 0.5, 0.0, 0.0, drifted=False, confirmed=1.0) == (0.7,)
 
 
 def test_where_lambda_has_drifted_gamma_may_follow():
-    assert RULE.candidates(5, 30.0, 0.01, 0.0, 0.3, drifted=True) == (30.0, 0.1)
+    assert RULE.candidates(5, 30.0, 0.01, 0.0, 0.3, drifted=True, confirmed=1.0) == (30.0, 0.1)
     assert RULE.due(1.0, 10.1)
     assert RULE.due(1.0, 0.099)
     assert not RULE.due(1.0, 9.9)
@@ -64,19 +64,27 @@ def test_where_lambda_has_drifted_gamma_may_follow():
     drifted=st.booleans(),
 )
 def test_candidates_are_positive_different_and_above_the_floor(gamma, lambda_, eta, move, drifted):
-    candidates = RULE.candidates(7, gamma, lambda_, eta, move, drifted)
+    candidates = RULE.candidates(7, gamma, lambda_, eta, move, drifted, 1.0)
     assert candidates[0] == gamma
     assert len(set(candidates)) == len(candidates)
     assert all(other >= max(math.sqrt(eta), 1e-4) for other in candidates[1:])
 
 
+def test_where_the_next_mini_batches_do_not_confirm_the_model_gamma_stays():
+    assert RULE.candidates(9, 0.3, 1.0, 0.0, -1.0, drifted=False, confirmed=0.2) == (0.3,)
+    assert len(RULE.candidates(9, 0.3, 1.0, 0.0, -1.0, drifted=False, confirmed=0.3)) == 2
+    assert len(RULE.candidates(9, 0.3, 1.0, 0.0, -1.0, drifted=True, confirmed=0.2)) == 2
+
+
 def test_the_floor_can_be_chosen():
     rule = AdaptiveGamma(minimum=0.2)
     assert rule.initial(1e-6, 0.0) == 0.2
-    assert rule.candidates(3, 0.3, 1e-6, 0.0, -2.0, drifted=False) == (0.3, 0.2)
+    assert rule.candidates(3, 0.3, 1e-6, 0.0, -2.0, drifted=False, confirmed=1.0) == (0.3, 0.2)
 
 
-@pytest.mark.parametrize("settings", [{"drift": 1.0}, {"minimum": 0.0}, {"minimum": math.inf}])
+@pytest.mark.parametrize(
+    "settings", [{"drift": 1.0}, {"minimum": 0.0}, {"minimum": math.inf}, {"trusted": 1.1}]
+)
 def test_settings_are_checked(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         AdaptiveGamma(**settings)

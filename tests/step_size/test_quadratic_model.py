@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from kronfac.step_size import QuadraticModel, RawStep
+from kronfac.step_size import QuadraticModel, RawStep, Step, within
+from kronfac.step_size.quadratic_model import model_change
 from tests.conftest import ALGEBRA, AUTODIFF, mlp, normal, spd
 from tests.reference import dense
 
@@ -186,3 +187,25 @@ def test_which_rules_use_the_previous_update():
     assert QuadraticModel().momentum
     assert not QuadraticModel(momentum=False).momentum
     assert not RawStep().momentum
+
+
+@pytest.mark.parametrize("objective", [0.3, 1.0, 2.4])
+def test_a_step_that_promises_more_than_there_is_is_cut_where_the_model_is_zero(objective):
+    Q = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
+    r = torch.tensor([-3.0, 0.5], dtype=torch.float64)
+    step = QuadraticModel().solve(Q, r, 1e-16)
+    assert step.predicted_change < -2.4
+    cut = within(step, objective)
+    assert cut.predicted_change == -objective
+    assert model_change(Q, r, cut.coefficients) == pytest.approx(-objective, rel=1e-12)
+    # The nearer one of the two points on the ray where M is 0, in the same direction.
+    shares = {c / full for c, full in zip(cut.coefficients, step.coefficients, strict=True)}
+    assert max(shares) == pytest.approx(min(shares))
+    assert 0 < max(shares) < 1
+
+
+def test_a_step_that_promises_less_is_left_as_it_is():
+    step = Step((1.0, 0.5), -0.7)
+    assert within(step, 0.7) is step
+    assert within(step, 5.0) is step
+    assert within(step, -1.0) is step, "such an objective is no sum of losses"

@@ -25,7 +25,7 @@ AVERAGING_STARTS = 200
 """Iteration of the first average in the authors' program."""
 
 
-_BATCHES = "paper for kfac with --preset paper, 250 for nag on curves, else 500"
+_BATCHES = "adaptive for kfac, paper with --preset paper; 250 for nag on curves, else 500"
 
 
 def hint(metavar: str, default: str) -> Any:
@@ -140,8 +140,11 @@ class TrainConfig:
     """With --data: widths of the encoder, such as 784,100,30; the decoder mirrors it."""
     optimizer: str = "kfac"
     """kfac, nag (Nesterov momentum with a rising μ), or a class of torch.optim by name."""
-    batch: Annotated[int | Literal["paper"] | None, hint("INT|paper", _BATCHES)] = None
-    """Cases in a mini-batch, or paper: from 1000 to all of them in 500 iterations."""
+    batch: Annotated[
+        int | Literal["adaptive", "paper"] | None, hint("INT|adaptive|paper", _BATCHES)
+    ] = None
+    """Cases in a mini-batch; adaptive: from 500 on, growing where noise holds training up; paper: from
+    1000 to all of them in 500 iterations."""
     limits: tyro.conf.OmitArgPrefixes[Limits] = field(default_factory=Limits)
     kfac: tyro.conf.OmitArgPrefixes[KfacOptions] = field(default_factory=KfacOptions)
     first_order: tyro.conf.OmitArgPrefixes[FirstOrderOptions] = field(
@@ -175,7 +178,8 @@ class TrainConfig:
             )
         if self.resume is None:  # else compared with the saved run as a whole
             self._refuse_what_would_be_ignored(name)
-        _require(self.batch in (None, "paper") or _positive(self.batch), "batch", "1 or more", self)
+        named = self.batch in (None, "adaptive", "paper")
+        _require(named or _positive(self.batch), "batch", "1 or more", self)
         _require(self.average is None or self.average >= 0, "average", "0 or more", self)
         _require(self.threads >= 1, "threads", "1 or more", self)
         _require(0 <= self.seed < 2**63, "seed", "0 or more", self)
@@ -186,6 +190,7 @@ class TrainConfig:
             _refuse(optimizer, self.first_order, FirstOrderOptions(), why)
         else:
             _refuse(optimizer, self.kfac, KfacOptions(), "for kfac only")
+            _require(self.batch != "adaptive", "batch", "a number or paper but for kfac", self)
         if optimizer not in ("kfac", "nag"):
             _require(self.first_order.mu_max is None, "mu_max", "for nag alone", self.first_order)
 
@@ -270,7 +275,9 @@ def resolved(config: TrainConfig, *, cases: int, weight_decay: float) -> TrainCo
     if name == "nag":
         first_order = FirstOrderOptions(_or(first_order.lr, 0.01), _or(first_order.mu_max, 0.99))
     size = NAG_BATCH.get(config.name, DEFAULT_BATCH) if name == "nag" else DEFAULT_BATCH
-    batch: int | Literal["paper"] = "paper" if name == "kfac" and paper else min(size, cases)
+    batch: int | Literal["adaptive", "paper"] = min(size, cases)
+    if name == "kfac":
+        batch = "paper" if paper else "adaptive"
     averages = name == "nag" or (name == "kfac" and paper)
     return replace(
         config,

@@ -87,7 +87,11 @@ def _kfac(config: TrainConfig, model: nn.Module, loss: Likelihood) -> KFAC:
     damping = settings.get("damping", AdaptiveDamping())
     settings |= {
         "damping": replace(damping, lambda_=options.lambda0),
-        "step_size": ConjugateGradients(momentum=options.momentum, cg_steps=options.cg_steps),
+        "step_size": ConjugateGradients(
+            momentum=options.momentum,
+            bounded=options.preset == "default",
+            cg_steps=options.cg_steps,
+        ),
         "statistics_fraction": options.statistics_fraction,
         "fisher_fraction": options.fisher_fraction,
     }

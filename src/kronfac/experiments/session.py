@@ -13,7 +13,13 @@ from kronfac.experiments.config import TrainConfig
 from kronfac.experiments.optimizers import DivergedError, StepNumbers, Stepper, make_stepper
 from kronfac.experiments.task import Task
 from kronfac.likelihoods.base import Likelihood
-from kronfac.training import ExponentialBatchSize, ScheduledBatchSampler, averaged
+from kronfac.optimizer import KFAC
+from kronfac.training import (
+    AdaptiveBatchSampler,
+    ExponentialBatchSize,
+    ScheduledBatchSampler,
+    averaged,
+)
 
 FIRST_BATCH, BATCH_GROWTH = 1000, 500
 """The paper's mini-batches grow from 1000 cases to all of them in 500 iterations [MG15 §13]."""
@@ -46,12 +52,7 @@ class Session:
         x = task.train.inputs
         self.model: nn.Module = task.make_model(config.seed).to(x.device, x.dtype)
         self._stepper = make(config, self.model, task.loss)
-        cases = len(task.train)
-        if config.batch == "paper":
-            size: Any = ExponentialBatchSize(min(FIRST_BATCH, cases), cases, BATCH_GROWTH)
-        else:
-            size = config.batch
-        self._sampler = ScheduledBatchSampler(cases, size, seed=config.seed)
+        self._sampler = _sampler(config, len(task.train), self._stepper)
         self._average_from = config.average or 0
         self.average: AveragedModel | None = None
         if self._average_from:
@@ -145,6 +146,16 @@ class Session:
         torch.set_rng_state(state["random"].cpu())
         if state["device_random"] is not None:
             torch.cuda.set_rng_state(state["device_random"].cpu(), self._task.train.inputs.device)
+
+
+def _sampler(config: TrainConfig, cases: int, stepper: Stepper) -> ScheduledBatchSampler:
+    if config.batch == "adaptive":
+        assert isinstance(stepper.optimizer, KFAC)
+        return AdaptiveBatchSampler(cases, stepper.optimizer, seed=config.seed)
+    size: Any = config.batch
+    if config.batch == "paper":
+        size = ExponentialBatchSize(min(FIRST_BATCH, cases), cases, BATCH_GROWTH)
+    return ScheduledBatchSampler(cases, size, seed=config.seed)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -6,7 +6,7 @@ from kronfac.step_size.conjugate_gradients import ConjugateGradients, refined
 from kronfac.step_size.fisher_products import fisher_gram, fisher_product
 from kronfac.step_size.gamma_search import FixedGamma, GammaRule, GammaSearch, TiedGamma
 from kronfac.step_size.levenberg_marquardt import DampingRule, FixedDamping, LevenbergMarquardt
-from kronfac.step_size.quadratic_model import QuadraticModel, RawStep, Step, StepRule
+from kronfac.step_size.quadratic_model import QuadraticModel, RawStep, Step, StepRule, within
 
 __all__ = [
     "AdaptiveDamping",
@@ -26,4 +26,5 @@ __all__ = [
     "fisher_gram",
     "fisher_product",
     "refined",
+    "within",
 ]

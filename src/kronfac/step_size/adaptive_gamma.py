@@ -21,18 +21,25 @@ class AdaptiveGamma:
     γ is to follow λ where λ moves fast: after a change by more than `drift` the inverse is refreshed at
     once, and √(λ + η) is the other value.
 
+    M on a mini-batch rewards what fits its noise, and so ever smaller γ. Where the next mini-batches
+    confirm less than `trusted` of what M predicts, γ stays.
+
     Args:
         drift: the factor.
+        trusted: the share.
         minimum: the smallest γ that is tried; None for √η, or 1e-4 where that is smaller.
     """
 
     drift: float = 10.0
+    trusted: float = 0.5
     minimum: float | None = None
     criterion: Literal["model"] = "model"
 
     def __post_init__(self) -> None:
         if not self.drift > 1:
             raise ValueError(f"AdaptiveGamma's drift is a factor above 1; got {self.drift}.")
+        if not 0 <= self.trusted <= 1:
+            raise ValueError(f"AdaptiveGamma's trusted lies in [0, 1]; got {self.trusted}.")
         if self.minimum is not None and not 0 < self.minimum < math.inf:
             raise ValueError(
                 f"AdaptiveGamma's minimum is positive and finite, or None; got {self.minimum}."
@@ -49,8 +56,9 @@ class AdaptiveGamma:
         weight_decay: float,
         move: float,
         drifted: bool,
+        confirmed: float,
     ) -> tuple[float, ...]:
-        if iteration == 1:
+        if iteration == 1 or (confirmed < self.trusted and not drifted):
             return (gamma,)
         other = gamma * math.exp(move or _FIRST_MOVE)
         if drifted:

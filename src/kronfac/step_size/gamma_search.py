@@ -29,6 +29,7 @@ class GammaRule(Protocol):
         weight_decay: float,
         move: float,
         drifted: bool,
+        confirmed: float,
     ) -> tuple[float, ...]:
         """The γ to try where the inverse is refreshed, γ as it was first.
 
@@ -39,6 +40,8 @@ class GammaRule(Protocol):
             weight_decay: η.
             move: what `moved` returned at the refresh before; 0 at the first.
             drifted: whether `due` made this refresh.
+            confirmed: what part of M's predictions the next mini-batches confirmed of late; 1 where
+                that is not known.
         """
         ...
 
@@ -113,6 +116,7 @@ class GammaSearch(_Regular):
         weight_decay: float,
         move: float = 0.0,
         drifted: bool = False,
+        confirmed: float = 1.0,
     ) -> tuple[float, ...]:
         if iteration % self.interval:
             return (gamma,)
@@ -157,6 +161,7 @@ class FixedGamma(_Regular):
         weight_decay: float,
         move: float = 0.0,
         drifted: bool = False,
+        confirmed: float = 1.0,
     ) -> tuple[float, ...]:
         return (gamma,)
 
@@ -184,6 +189,7 @@ class TiedGamma(_Regular):
         weight_decay: float,
         move: float = 0.0,
         drifted: bool = False,
+        confirmed: float = 1.0,
     ) -> tuple[float, ...]:
         return (math.sqrt(lambda_ + weight_decay),)
 

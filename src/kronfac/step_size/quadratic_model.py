@@ -7,6 +7,7 @@ directions are Δ alone (c = α), or Δ and the previous update δ₀ (c = α, �
 numbers in float64, whatever the dtype of the tensors that they came from.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -33,6 +34,11 @@ class StepRule(Protocol):
         ...
 
     @property
+    def bounded(self) -> bool:
+        """Whether a step that promises more than the whole objective is cut, see `within`."""
+        ...
+
+    @property
     def cg_steps(self) -> int:
         """Steps of conjugate gradients on M, this one included."""
         ...
@@ -51,9 +57,25 @@ def model_change(Q: Tensor, r: Tensor, coefficients: Sequence[float]) -> float:
     return float(c @ Q @ c / 2 + r @ c)
 
 
+def within(step: Step, objective: float) -> Step:
+    """The step, or the part of it that takes M from `objective` to 0 where it would go below.
+
+    Losses are not negative. On a few cases that are all but fitted the Fisher has hardly any curvature
+    left, and the minimiser of M is far outside of where M says anything.
+
+    At c times a minimiser M has changed by (2c − c²)(M(δ) − M(0)).
+    """
+    if not 0 < objective < -step.predicted_change:
+        return step
+    share = 1 - math.sqrt(1 - objective / -step.predicted_change)
+    return Step(tuple(share * c for c in step.coefficients), -objective)
+
+
 @dataclass(frozen=True)
 class QuadraticModel:
     """(α, μ) = argmin M: δ = αΔ + μδ₀, or δ = αΔ with `momentum=False`.
+
+    With `bounded=True`, KFAC's own choice, a step on which M would become negative is cut where it is 0.
 
     Directions that are linearly dependent to rounding (δ₀ ≈ Δ, δ₀ = 0) make Q singular; its
     pseudo-inverse, taken after scaling every direction to unit curvature, then gives the smallest of
@@ -61,6 +83,7 @@ class QuadraticModel:
     """
 
     momentum: bool = True
+    bounded: bool = False
     cg_steps: ClassVar[int] = 1
 
     def solve(self, Q: Tensor, r: Tensor, precision: float) -> Step:
@@ -86,6 +109,7 @@ class RawStep:
 
     alpha: float = 1.0
     momentum: ClassVar[bool] = False
+    bounded: ClassVar[bool] = False
     cg_steps: ClassVar[int] = 1
 
     def solve(self, Q: Tensor, r: Tensor, precision: float) -> Step:

@@ -1,0 +1,112 @@
+"""The mini-batch grows where the next one does not confirm what a step promised."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from kronfac import KFAC, AdaptiveBatchSampler, AdaptiveDamping, StepReport
+from kronfac.errors import StateError
+from tests.conftest import mlp, normal
+
+
+@dataclass
+class Scripted:
+    """Reports what it is told to."""
+
+    report: StepReport | None = None
+
+    def says(self, iteration: int, rho: float | None) -> None:
+        self.report = StepReport(iteration, 1.0, 1.0, 1.0, next_rho=rho)
+
+
+def sizes(sampler: AdaptiveBatchSampler, optimizer: Scripted, rhos: list[float | None]):
+    found = []
+    for rho in rhos:
+        optimizer.says(sampler.iteration + 1, rho)
+        found.append(len(sampler.next_indices()))
+    return found
+
+
+def test_it_stays_while_the_promises_are_kept():
+    optimizer = Scripted()
+    sampler = AdaptiveBatchSampler(10_000, optimizer)
+    assert len(sampler.next_indices()) == 500, "before the first step"
+    assert set(sizes(sampler, optimizer, [1.0, 0.5, None, 0.2, 0.1] * 10)) == {500}
+
+
+def test_it_grows_by_a_factor_with_every_measurement_that_disappoints():
+    optimizer = Scripted()
+    sampler = AdaptiveBatchSampler(2_000, optimizer, initial=100, growth=1.5, threshold=0.05)
+    found = sizes(sampler, optimizer, [0.0] * 40)
+    # The average starts at 1 and falls by a quarter each time: 0.75¹⁰ = 0.056, 0.75¹¹ = 0.042.
+    assert found[:11] == [100] * 10 + [150]
+    assert found[11:14] == [225, 338, 506]
+    assert found[-1] == 2_000, "never more than there are"
+    assert found == sorted(found)
+
+
+def test_an_iteration_counts_once_and_one_that_measured_nothing_not_at_all():
+    optimizer = Scripted()
+    sampler = AdaptiveBatchSampler(10_000, optimizer, initial=100)
+    optimizer.says(1, 0.0)
+    assert {len(sampler.next_indices()) for _ in range(30)} == {100}
+    assert set(sizes(sampler, optimizer, [None, float("nan")] * 20)) == {100}
+
+
+def test_final_bounds_it_and_small_data_sets_are_taken_whole():
+    optimizer = Scripted()
+    sampler = AdaptiveBatchSampler(10_000, optimizer, initial=100, final=130)
+    assert sizes(sampler, optimizer, [-1.0] * 30)[-1] == 130
+    assert len(AdaptiveBatchSampler(40, optimizer).next_indices()) == 40
+
+
+def test_a_mini_batch_has_no_case_twice():
+    sampler = AdaptiveBatchSampler(50, Scripted(), initial=50)
+    assert sorted(sampler.next_indices().tolist()) == list(range(50))
+
+
+def test_it_continues_exactly():
+    optimizer = Scripted()
+    sampler = AdaptiveBatchSampler(3_000, optimizer, initial=20, seed=4)
+    sizes(sampler, optimizer, [0.0] * 15)
+    state = sampler.state_dict()
+    expected = [sampler.next_indices() for _ in range(3)]
+    again = AdaptiveBatchSampler(3_000, optimizer, initial=20, seed=9)
+    again.load_state_dict(state)
+    assert again.size == sampler.size
+    for indices in expected:
+        assert torch.equal(again.next_indices(), indices)
+    with pytest.raises(StateError, match="3000 cases"):
+        AdaptiveBatchSampler(3_001, optimizer).load_state_dict(state)
+
+
+def test_with_a_real_optimizer_and_a_data_loader():
+    """On pure noise nothing is confirmed, and the mini-batch grows to the whole."""
+    x, y = normal(400, 3), normal(400, 2, seed=1)
+    optimizer = KFAC(mlp([3, 8, 2]), nn.MSELoss(), damping=AdaptiveDamping(settling=100))
+    sampler = AdaptiveBatchSampler(400, optimizer, initial=16, growth=1.5)
+    found = []
+    for (inputs, targets), _ in zip(
+        DataLoader(TensorDataset(x, y), batch_sampler=sampler), range(60), strict=False
+    ):
+        optimizer.step(optimizer.closure(inputs, targets))
+        found.append(len(inputs))
+    assert found[0] == 16
+    assert found[-1] > 100
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"initial": 0}, "initial"),
+        ({"initial": 20, "final": 10}, "final"),
+        ({"threshold": 1.0}, "threshold"),
+        ({"growth": 1.0}, "growth"),
+    ],
+)
+def test_settings_are_checked(settings, what):
+    with pytest.raises(ValueError, match=what):
+        AdaptiveBatchSampler(100, Scripted(), **settings)
