@@ -91,6 +91,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "step_command",
                 "a step of K-FAC over one of SGD, by part",
             ),
+            "ordinary": Command(
+                "bench.ordinary",
+                "OrdinaryConfig",
+                "ordinary_command",
+                "K-FAC as it comes beside tuned AdamW, in equal seconds on ten small problems",
+            ),
         },
     ),
     "data": Command(
