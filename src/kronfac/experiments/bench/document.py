@@ -20,12 +20,14 @@ class Table:
         columns: Their headings.
         rows: Of as many cells.
         note: What the numbers mean.
+        detail: Too much for the terminal, which leaves it out.
     """
 
     heading: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+    detail: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,15 @@ class BarPlot:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """Drawn elsewhere; a PNG file, and what it shows in words."""
+
+    heading: str
+    description: str
+    png: bytes
+
+
+@dataclass(frozen=True)
 class Document:
     """All that a benchmark has to say.
 
@@ -73,6 +84,7 @@ class Document:
         settings: What the numbers depend on, in one paragraph.
         tables: In their order.
         plots: For the page.
+        picture: For the page, and beside the Markdown.
     """
 
     title: str
@@ -80,10 +92,11 @@ class Document:
     settings: str
     tables: Sequence[Table]
     plots: Sequence[LogLogPlot | BarPlot] = ()
+    picture: Picture | None = None
 
     def show(self, console: Console) -> None:
         """In the terminal."""
-        for table in self.tables:
+        for table in (table for table in self.tables if not table.detail):
             console.print(f"\n{table.heading}", style="bold")
             console.print(self.settings)
             shown = RichTable()
@@ -98,8 +111,8 @@ class Document:
             if table.note:
                 console.print(table.note)
 
-    def markdown(self) -> str:
-        """For a file of the documentation."""
+    def markdown(self, picture: str = "") -> str:
+        """For a file of the documentation; `picture` is the name of a file beside it."""
         blocks = [f"# {self.title}", f"Made by `{self.command}`.", self.settings]
         for table in self.tables:
             rule = ["---", *["---:"] * (len(table.columns) - 1)]
@@ -107,13 +120,19 @@ class Document:
             blocks.append(f"## {table.heading}")
             blocks.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
             blocks += [table.note] if table.note else []
+        if self.picture is not None:
+            blocks += [f"## {self.picture.heading}", f"![{self.picture.description}]({picture})"]
         return "\n\n".join(blocks) + "\n"
 
-    def write_markdown(self, path: Path) -> Path:
-        """Write it, and return where."""
+    def write_markdown(self, path: Path) -> list[Path]:
+        """Write it, and its picture beside it; return where."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.markdown(), encoding="utf-8")
-        return path
+        picture = path.with_suffix(".png")
+        path.write_text(self.markdown(picture.name), encoding="utf-8")
+        if self.picture is None:
+            return [path]
+        picture.write_bytes(self.picture.png)
+        return [path, picture]
 
 
 def described(threads: int, seed: int, *more: str) -> str:

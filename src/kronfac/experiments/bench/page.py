@@ -1,5 +1,6 @@
 """The document as one HTML page that needs no network and no script."""
 
+import base64
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -7,7 +8,7 @@ from string import Template
 
 from rich.console import Console
 
-from kronfac.experiments.bench.document import BarPlot, Document, LogLogPlot, Table
+from kronfac.experiments.bench.document import BarPlot, Document, LogLogPlot, Picture, Table
 from kronfac.experiments.bench.drawing import bars, log_log
 from kronfac.experiments.report.files import packaged, write_page
 from kronfac.experiments.report.tables import scrolling_table
@@ -23,7 +24,7 @@ def publish(
     document.show(console)
     page = write_page(render(document), measurements.with_suffix(".html"))
     written = [measurements, page]
-    return written if output is None else [*written, document.write_markdown(output)]
+    return written if output is None else [*written, *document.write_markdown(output)]
 
 
 def render(document: Document) -> str:
@@ -32,6 +33,8 @@ def render(document: Document) -> str:
     if document.plots:
         drawings = "".join(_figure(plot) for plot in document.plots)
         sections.append(("plots", "Plots", drawings))
+    if document.picture is not None:
+        sections.append(("picture", document.picture.heading, _image(document.picture)))
     for count, table in enumerate(document.tables, start=1):
         note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
         settings = f'<p class="note">{escape(document.settings)}</p>'
@@ -54,6 +57,12 @@ def render(document: Document) -> str:
 def _figure(plot: LogLogPlot | BarPlot) -> str:
     drawing = bars(plot) if isinstance(plot, BarPlot) else log_log(plot)
     return f"<figure><figcaption><h3>{escape(plot.heading)}</h3></figcaption>{drawing}</figure>"
+
+
+def _image(picture: Picture) -> str:
+    data = base64.b64encode(picture.png).decode("ascii")
+    description = escape(picture.description)
+    return f'<img class="picture" alt="{description}" src="data:image/png;base64,{data}">'
 
 
 def _html(table: Table, count: int) -> str:

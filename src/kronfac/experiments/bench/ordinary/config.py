@@ -1,13 +1,17 @@
 """What `kronfac bench ordinary` is told."""
 
 import math
-import shlex
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
+import torch
+
+from kronfac.experiments.bench.options import at_least
 from kronfac.experiments.bench.ordinary.problems import Problem, problems_named
 from kronfac.experiments.config import hint
+from kronfac.experiments.machine import machine
 
 LEARNING_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 """Of AdamW: half decades."""
@@ -45,8 +49,7 @@ class OrdinaryConfig:
             raise ValueError(f"--seconds is positive and finite; got {self.seconds}.")
         if not 1 <= self.starts <= TUNING_SEED:
             raise ValueError(f"--seeds is 1 to {TUNING_SEED}; got {self.seeds}.")
-        if self.threads < 1:
-            raise ValueError(f"--threads is 1 or more; got {self.threads}.")
+        at_least(1, threads=self.threads)
         if self.output is not None and self.output.suffix != ".md":
             raise ValueError(f"--output is a .md file; got {self.output}.")
         problems_named(self.problems)
@@ -74,11 +77,10 @@ class OrdinaryConfig:
         return self.run_dir or Path("runs") / f"bench-ordinary{'-quick' if self.quick else ''}"
 
     @property
-    def command(self) -> str:
-        """What to type for the same numbers."""
-        words = ["kronfac", "bench", "ordinary"]
-        words += ["--problems", *self.problems] if self.problems else []
-        words += ["--seconds", f"{self.duration:g}", "--seeds", str(self.starts)]
-        words += ["--threads", str(self.threads)]
-        words += [] if self.output is None else ["--output", str(self.output)]
-        return shlex.join(words)
+    def described(self) -> str:
+        """What the numbers depend on, above every table."""
+        return (
+            f"{self.duration:g} s of optimiser time a run, {self.starts} seed(s) from 0, "
+            f"{self.threads} thread(s), float32, kronfac {version('kronfac')}, "
+            f"torch {torch.__version__}, {machine()['processor'] or 'unknown processor'}."
+        )

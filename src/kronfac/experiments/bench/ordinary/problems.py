@@ -189,7 +189,7 @@ _ALL = (
         _digits, (64, 64, 64, 64), nn.Tanh, nn.CrossEntropyLoss, 128,
     ),
     Problem(
-        "digits-autoencoder", "the same digits as their own targets",
+        "autoencoder", "the same digits as their own targets",
         _digit_images, (128, 64, 16, 64, 128), nn.SiLU, nn.MSELoss, 256,
     ),
     Problem(

@@ -139,7 +139,10 @@ def _outcome(seed: int, done: list[Trial]) -> str:
     if seed == TUNING_SEED:
         best = min(done, key=lambda trial: trial.end)
         return f"AdamW's learning rate is {best.lr:g}"
-    return ", ".join(f"{trial.optimizer} {number(trial.end)}" for trial in done)
+    ends = {trial.optimizer: trial.end for trial in done}
+    return ", ".join(
+        f"{name} {number(end) if math.isfinite(end) else 'diverged'}" for name, end in ends.items()
+    )
 
 
 def best_rate(problem: str, trials: Trials) -> float:

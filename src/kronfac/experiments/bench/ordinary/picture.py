@@ -1,14 +1,14 @@
-"""Training loss over seconds, a small plot for each problem."""
+"""Training loss over seconds, a small plot for each problem, all in one picture."""
 
 from collections.abc import Sequence
 from io import BytesIO
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from kronfac.experiments.bench.document import Picture
 from kronfac.experiments.bench.ordinary.run import MARKS
 from kronfac.experiments.bench.ordinary.score import FLOOR, Line, runs_of
 from kronfac.experiments.bench.ordinary.trials import ADAMW_NAME, KFAC_NAME, Trials
@@ -16,36 +16,30 @@ from kronfac.experiments.figures.files import BLUE, DPI, VERMILION
 from kronfac.experiments.figures.lines import Style
 
 STYLES = {KFAC_NAME: Style(BLUE, "-", "o"), ADAMW_NAME: Style(VERMILION, "--", "s")}
-COLUMNS = 5
+COLUMNS = 3
 SIZE = (3.4, 2.6)
 """Inches, of a small plot."""
 CEILING = 10.0
 """Losses are shown up to so many times the first one: of a run that diverged only that it did."""
 
 
-def svg(line: Line, trials: Trials, seconds: float) -> bytes:
-    """The plot of a problem, the same file for the same numbers."""
-    figure = Figure(figsize=SIZE, layout="constrained")
-    _panel(figure.subplots(), line, trials, seconds)
-    stream = BytesIO()
-    with mpl.rc_context({"svg.hashsalt": "kronfac"}):
-        figure.savefig(stream, format="svg", metadata={"Date": None})
-    return stream.getvalue()
-
-
-def png(lines: Sequence[Line], trials: Trials, seconds: float) -> bytes:
+def draw(lines: Sequence[Line], trials: Trials, seconds: float) -> Picture:
     """The plots of all problems in one picture."""
     columns = min(COLUMNS, len(lines))
     rows = -(-len(lines) // columns)
     figure = Figure(figsize=(SIZE[0] * columns, SIZE[1] * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).flat
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for line, axes in zip(lines, panels, strict=False):
         _panel(axes, line, trials, seconds)
     for axes in panels[len(lines) :]:
         axes.set_axis_off()
     stream = BytesIO()
     figure.savefig(stream, format="png", dpi=DPI)
-    return stream.getvalue()
+    description = (
+        f"Training loss of K-FAC and of AdamW over {seconds:g} seconds, a plot for each problem: medians "
+        "of the seeds, bands from the least to the most."
+    )
+    return Picture("Training loss over seconds", description, stream.getvalue())
 
 
 def _panel(axes: Axes, line: Line, trials: Trials, seconds: float) -> None:
