@@ -91,6 +91,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "step_command",
                 "a step of K-FAC over one of SGD, by part",
             ),
+            "refresh": Command(
+                "bench.refresh",
+                "RefreshConfig",
+                "refresh_command",
+                "seconds to refresh the inverse, by width and method",
+            ),
         },
     ),
     "data": Command(
