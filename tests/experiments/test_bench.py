@@ -4,13 +4,15 @@ import json
 import re
 
 import pytest
+import torch
 
-from kronfac.experiments.bench import step
+from kronfac.experiments.bench import refresh, step
 from kronfac.experiments.bench.options import command_line
 from tests.experiments.runs import kronfac
 
 STEP = ("bench", "step", "--problem", "curves", "--threads", 1)
 STEP += ("--batches", 20, "--repeats", 2, "--steps", 2, "--inverses", "block_diagonal")
+REFRESH = ("bench", "refresh", "--threads", 1, "--widths", 8, 16, "--repeats", 2, "--layers", 2)
 
 
 @pytest.fixture
@@ -66,30 +68,27 @@ def test_what_was_measured_is_not_measured_again(folder, capsys):
 
 
 def test_ctrl_c_keeps_what_was_measured(folder, monkeypatch, capsys):
-    measured = []
+    real = refresh.chain_factors
 
-    class Interrupted(step.PairedSteps):
-        def step(self, x, y):
-            measured.append(len(x))
-            if len(x) == 30:
-                raise KeyboardInterrupt
-            return super().step(x, y)
+    def interrupted(width, layers, seed):
+        if width == 16:
+            raise KeyboardInterrupt
+        return real(width, layers, seed)
 
-    monkeypatch.setattr(step, "PairedSteps", Interrupted)
-    assert kronfac(*STEP, "--batches", "20", "30") == 130
+    monkeypatch.setattr(refresh, "chain_factors", interrupted)
+    assert kronfac(*REFRESH) == 130
     assert "Continue with the same command" in capsys.readouterr().err
-    monkeypatch.undo()
-    monkeypatch.chdir(folder)
-    assert kronfac(*STEP, "--batches", "20", "30") == 0
+    monkeypatch.setattr(refresh, "chain_factors", real)
+    assert kronfac(*REFRESH) == 0
     assert "1 of 2" not in (out := capsys.readouterr().out)
-    assert "2 of 2: block-diagonal, m = 30" in out
+    assert "2 of 2: d = 16" in out
 
 
 def test_measurements_with_other_settings_are_not_mixed(folder, capsys):
-    assert kronfac(*STEP, "--run-dir", "here") == 0
+    assert kronfac(*REFRESH, "--run-dir", "here") == 0
     capsys.readouterr()
-    assert kronfac(*STEP, "--run-dir", "here", "--steps", "3") == 2
-    assert "other settings (steps)" in capsys.readouterr().err
+    assert kronfac(*REFRESH, "--run-dir", "here", "--repeats", 3) == 2
+    assert "other settings (repeats)" in capsys.readouterr().err
 
 
 def test_the_command_says_what_is_not_default():
@@ -105,6 +104,9 @@ MISTAKES = {
     "step --seed -1": "--seed is 0 or more",
     "step --preset papers": "invalid choice 'papers'",
     "step --inverses diagonal": "diagonal",
+    "refresh --layers 1": "--layers is 2 or more; got 1",
+    "refresh --widths 0 4": "--widths is 1 or more; got 0 4",
+    "refresh --gamma 0": "--gamma is positive",
 }
 
 
@@ -114,3 +116,36 @@ def test_a_mistake_is_answered_in_one_line(words, folder, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert MISTAKES[words] in line
     assert not (folder / "runs").exists()
+
+
+def test_a_refresh_is_measured_in_products(folder, capsys):
+    assert kronfac(*REFRESH, "--output", "refresh.md") == 0
+    out = capsys.readouterr().out
+    assert "uniform chain of 2 layers" in out
+    first, second = json.loads((folder / "runs/bench-refresh/refresh.json").read_text())["trials"]
+    assert (first["width"], second["width"]) == (8, 16)
+    for method in ("block-diagonal, Cholesky", "block-diagonal, exact Tikhonov"):
+        assert len(first["prepare"][method]) == len(first["damped"][method]) == 2
+    text = (folder / "refresh.md").read_text()
+    assert re.search(r"\| block-tridiagonal, damped \| [\d.]+ \| [\d.]+ \| 7.00 \|", text)
+    assert_self_contained((folder / "runs/bench-refresh/refresh.html").read_text())
+    assert kronfac(*REFRESH) == 0
+    assert "1 of 2" not in capsys.readouterr().out
+
+
+def test_the_factors_of_the_chain_are_those_of_a_network():
+    """Positive definite with their neighbours: every method can invert them."""
+    factors = refresh.chain_factors(6, layers=3, seed=0)
+    assert len(factors.A) == len(factors.G) == 3
+    assert len(factors.A_next) == len(factors.G_next) == 2
+    pair = torch.cat(
+        [
+            torch.cat([factors.A[0], factors.A_next[0]], dim=1),
+            torch.cat([factors.A_next[0].mT, factors.A[1]], dim=1),
+        ]
+    )
+    assert torch.linalg.eigvalsh(pair).min() >= -1e-6
+    for method in refresh.METHODS.values():
+        V = [torch.randn(6, 6) for _ in range(3)]
+        product = method.prepare(factors).damped(0.1).mv(V)
+        assert sum(float((u * v).sum()) for u, v in zip(product, V, strict=True)) > 0

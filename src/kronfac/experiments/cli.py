@@ -97,6 +97,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "ordinary_command",
                 "K-FAC as it comes beside tuned AdamW, in equal seconds on ten small problems",
             ),
+            "refresh": Command(
+                "bench.refresh",
+                "RefreshConfig",
+                "refresh_command",
+                "seconds to refresh the inverse, by width and method",
+            ),
         },
     ),
     "data": Command(

@@ -9,6 +9,7 @@ from kronfac.experiments.report.styles import COLOURS, MARKERS, RunStyle, run_st
 
 WIDTH, HEIGHT = 640, 380
 LEFT, RIGHT, TOP, BOTTOM = 76, 16, 12, 48
+FEW = 8
 BAR = 26
 """Height of a bar and the gap below it."""
 
@@ -17,6 +18,7 @@ class _Axis:
     """A logarithmic axis from the smallest to the largest value, in pixels."""
 
     def __init__(self, values: Sequence[float], start: float, end: float) -> None:
+        self._values = sorted(set(values))
         low, high = math.log10(min(values)), math.log10(max(values))
         margin = 0.04 * (high - low) or 0.2
         self._low, self._high = low - margin, high + margin
@@ -28,7 +30,9 @@ class _Axis:
 
     @property
     def ticks(self) -> list[float]:
-        """1, 2 and 5 in every decade, or powers of 10 alone where those are many."""
+        """The values themselves if they are few; else 1, 2 and 5 in every decade, or 1 alone."""
+        if len(self._values) <= FEW:
+            return self._values
         decades = range(math.floor(self._low), math.ceil(self._high) + 1)
         steps = (1,) if self._high - self._low > 3 else (1, 2, 5)
         ticks = [step * 10.0**decade for decade in decades for step in steps]
