@@ -193,7 +193,7 @@ _ALL = (
         _digit_images, (128, 64, 16, 64, 128), nn.SiLU, nn.MSELoss, 256,
     ),
     Problem(
-        "cancer", "malign or benign by 30 measures of cell nuclei",
+        "cancer", "malignant or benign by 30 measures of cell nuclei",
         _bunch(datasets.load_breast_cancer), (64, 64), nn.Sigmoid, nn.BCEWithLogitsLoss, None,
     ),
     Problem(
