@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kronfac import __version__
-from kronfac.experiments.cli import COMMANDS
+from kronfac.experiments.cli import COMMANDS, Command, Group
 from kronfac.experiments.data.mnist import TRAIN_IMAGES
 from tests.experiments.runs import kronfac, train, write_cases
 from tests.experiments.test_data import real_data  # noqa: F401 - a fixture
@@ -29,6 +29,16 @@ def only_line(capsys):
     return line
 
 
+def every_command(commands: dict[str, Command | Group], above: str = "") -> list[str]:
+    """The words that call each, those of groups included."""
+    words = []
+    for name, command in commands.items():
+        words.append(above + name)
+        if isinstance(command, Group):
+            words += every_command(command.commands, f"{above}{name} ")
+    return words
+
+
 def test_the_console_script_lists_the_commands():
     script = os.path.join(os.path.dirname(sys.executable), "kronfac")
     done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True)
@@ -37,9 +47,9 @@ def test_the_console_script_lists_the_commands():
         assert command.summary in done.stdout
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", every_command(COMMANDS))
 def test_every_command_explains_itself(command, capsys):
-    assert kronfac(command, "--help") == 0
+    assert kronfac(*command.split(), "--help") == 0
     out = capsys.readouterr().out
     assert f"usage: kronfac {command}" in out
     options = re.findall(r"^│ (--[\w-]+)", out, flags=re.MULTILINE)
@@ -62,7 +72,26 @@ def test_without_a_command_the_help_is_shown_as_a_mistake(capsys):
     assert "usage: kronfac COMMAND" in capsys.readouterr().err
 
 
+def test_a_group_lists_its_commands(capsys):
+    group = COMMANDS["bench"]
+    assert kronfac("bench", "--help") == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name}" in out and c.summary in out for name, c in group.commands.items())
+    assert kronfac("bench") == 2
+    assert "usage: kronfac bench COMMAND" in capsys.readouterr().err
+
+
+def test_only_the_command_that_is_called_is_imported():
+    code = (
+        "import sys; from kronfac.experiments.cli import main; main(['bench', '--help']); "
+        "print([name for name in sys.modules if 'experiments.bench' in name])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[]\n")
+
+
 MISTAKES = {
+    "bench stpe": "kronfac bench: no command 'stpe'; there are step",
     "trian": "no command 'trian'; there are train,",
     "train": "Name one PROBLEM (curves, mnist, faces, mnist16)",
     "train mnits": "PROBLEM is one of curves, mnist, faces, mnist16",

@@ -1,13 +1,11 @@
 """Puts the page together and writes it."""
 
 import json
-import os
 import platform
 import re
 import shlex
 from dataclasses import dataclass
 from html import escape
-from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from string import Template
@@ -17,7 +15,8 @@ import tyro
 from plotly.offline import get_plotlyjs
 
 from kronfac.experiments.report import sections
-from kronfac.experiments.report.runs import ReportError, Run, read_runs
+from kronfac.experiments.report.files import packaged, write_page
+from kronfac.experiments.report.runs import Run, read_runs
 from kronfac.experiments.report.series import plot_data
 from kronfac.experiments.report.styles import run_styles
 from kronfac.experiments.report.tables import best_first, summary_table, verdict
@@ -49,20 +48,7 @@ class ReportConfig:
 
 def write_report(config: ReportConfig) -> Path:
     """Write the page and return where it is; an earlier one is replaced at once or not at all."""
-    page = render(read_runs(config.runs), config.command)
-    unfinished = config.output.with_name(f".{config.output.name}.unfinished")
-    try:
-        config.output.parent.mkdir(parents=True, exist_ok=True)
-        # A folder's name may hold bytes that are no text.
-        unfinished.write_bytes(page.encode("utf-8", errors="replace"))
-        os.replace(unfinished, config.output)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise ReportError(
-            f"The report cannot be written to '{config.output}': {error.strerror}. "
-            "Name another file with --output."
-        ) from error
-    return config.output
+    return write_page(render(read_runs(config.runs), config.command), config.output)
 
 
 def render(runs: list[Run], command: str) -> str:
@@ -81,9 +67,9 @@ def render(runs: list[Run], command: str) -> str:
         run.name: style.swatch for run, style in zip(runs, run_styles(len(runs)), strict=True)
     }
     ordered = best_first(runs)
-    return Template(_file("page.html")).substitute(
+    return Template(packaged("page.html")).substitute(
         title=escape(_title(runs)),
-        css=_file("page.css"),
+        css=packaged("page.css"),
         verdict=verdict(ordered),
         links="\n".join(f'<a href="#{anchor}">{heading}</a>' for anchor, heading, _ in present),
         summary=summary_table(ordered, swatches),
@@ -96,7 +82,7 @@ def render(runs: list[Run], command: str) -> str:
         versions=escape(_versions(plotly)),
         data=_script_json(data),
         plotly=plotly,
-        js=_file("page.js"),
+        js=packaged("page.js"),
     )
 
 
@@ -122,7 +108,3 @@ def _script_json(data: object) -> str:
     """JSON that cannot end the script element it stands in."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
-
-
-def _file(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,1 @@
+"""`kronfac bench …`: what K-FAC costs and what it gains, measured. A file a command."""

@@ -1,0 +1,74 @@
+"""How often each part of a K-FAC step is done, and on how many cases [MG15 §8]."""
+
+import math
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+from torch import nn
+
+from kronfac import KFAC, Gaussian, presets
+from kronfac.update import Settings
+
+Preset = Literal["paper", "default"]
+
+
+def arguments(preset: Preset) -> dict[str, Any]:
+    """For `KFAC`."""
+    return presets.paper() if preset == "paper" else {}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Shares of the mini-batch and iterations from one time to the next."""
+
+    tau1: float
+    """τ₁, share of the statistics."""
+    tau2: float
+    """τ₂, share of the Fisher products."""
+    T1: float
+    """From one ρ to the next; infinite without."""
+    T2: float
+    """From one search for γ to the next; infinite without."""
+    T3: float
+    """From one refresh of the inverse to the next."""
+    directions: int
+    """In the Fisher products: Δ, and δ₀ with momentum."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Schedule":
+        """As `KFAC.settings` has it."""
+        return cls(
+            tau1=settings.statistics_fraction,
+            tau2=settings.fisher_fraction,
+            T1=getattr(settings.damping, "interval", math.inf),
+            T2=getattr(settings.gamma, "interval", math.inf),
+            T3=settings.inverse_interval,
+            directions=1 + settings.step_size.momentum,
+        )
+
+    @classmethod
+    def of_preset(cls, preset: Preset) -> "Schedule":
+        """As the optimizer itself understands the preset."""
+        return cls.of(KFAC(nn.Linear(1, 1), Gaussian(), **arguments(preset)).settings)
+
+    @property
+    def times(self) -> dict[str, float]:
+        """How often an average step does each part; at a search γ has three candidates."""
+        searches = 1 + 2 / self.T2
+        return {
+            "gradient": 1.0,
+            "statistics": 1.0,
+            "inverse": 1 / self.T3 + 2 / self.T2,
+            "direction": searches,
+            "fisher_products": searches,
+            "step_size": searches,
+            "reduction_ratio": 1 / self.T1,
+            "commit": 1.0,
+        }
+
+    def __str__(self) -> str:
+        numbers = asdict(self)
+        parts = [f"τ{'₁₂'[i]} = {Fraction(numbers[f'tau{i + 1}'])}" for i in range(2)]
+        parts += [f"T{'₁₂₃'[i]} = {numbers[f'T{i + 1}']:g}" for i in range(3)]
+        return ", ".join(parts)

@@ -1,0 +1,159 @@
+"""The counts of `kronfac bench` against torch's own counter and against counts by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from kronfac import KFAC, Bernoulli, presets
+from kronfac.experiments.bench import operations
+from kronfac.experiments.bench.power_law import exponent
+from kronfac.experiments.bench.schedule import Schedule
+from kronfac.factors import KroneckerFactors
+from kronfac.inverses import BlockTridiagonalInverse
+
+WIDTHS = (7, 12, 5, 9)
+CASES = 36
+
+
+def network():
+    torch.manual_seed(0)
+    layers = [nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 9)]
+    return nn.Sequential(*layers)
+
+
+def counted(run):
+    # torch leaves out the product that is added in place.
+    def added(_, a, b, **more):
+        return 2 * a[0] * a[1] * b[1]
+
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added}) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def test_sgd_is_what_torch_counts():
+    model, x, y = network(), torch.randn(CASES, 7), torch.rand(CASES, 9).round()
+    shapes = operations.shapes_of(WIDTHS)
+    assert counted(lambda: Bernoulli()(model(x), y).backward()) == operations.sgd(shapes, CASES)
+
+
+@pytest.mark.parametrize("preset", ["paper", "default"])
+def test_the_parts_of_a_step_are_what_torch_counts(preset):
+    """Decompositions are not in torch's counter: the block-diagonal refresh counts nothing there."""
+    arguments = presets.paper() if preset == "paper" else {}
+    kfac = KFAC(network(), Bernoulli(), weight_decay=1e-3, **arguments)
+    x, y = torch.randn(CASES, 7), torch.rand(CASES, 9).round()
+    schedule = Schedule.of(kfac.settings)
+    parts = operations.kfac(operations.shapes_of(WIDTHS), CASES, schedule, tridiagonal=False)
+    once = {part: count / schedule.times[part] for part, count in parts.items()}
+    usual = sum(once[p] for p in ("gradient", "statistics", "direction", "fisher_products"))
+    steps = {k: counted(lambda: kfac.step(kfac.closure(x, y))) for k in range(1, 21)}
+    # To a thousandth: torch also counts the products of two numbers in (α, μ).
+    assert steps[4] == pytest.approx(usual, rel=1e-3)
+    assert steps[5] == pytest.approx(usual + once["reduction_ratio"], rel=1e-3)
+    more = 2 * (once["direction"] + once["fisher_products"])
+    assert steps[20] == pytest.approx(usual + once["reduction_ratio"] + more, rel=1e-3)
+    if preset == "paper":
+        return  # γ goes to its upper bound, where there are but two to try
+    # A period is as many steps as the parts say.
+    later = sum(counted(lambda: kfac.step(kfac.closure(x, y))) for _ in range(20))
+    assert later == pytest.approx(20 * (sum(parts.values()) - parts["inverse"]), rel=1e-3)
+
+
+def chain_of_factors(widths):
+    """Second moments of a chain that is correlated enough for no column to be dropped."""
+    torch.manual_seed(0)
+    shapes = operations.shapes_of(widths)
+    common = torch.randn(400, 40, dtype=torch.float64)
+    rows = [
+        [common @ torch.randn(40, n, dtype=torch.float64) for n in side]
+        for side in zip(*shapes, strict=True)
+    ]
+    moments = [
+        ([x.mT @ x / 400 for x in side], [x.mT @ y / 400 for x, y in zip(side, side[1:])])  # noqa: B905, RUF007
+        for side in rows
+    ]
+    (G, G_next), (A, A_next) = moments
+    return KroneckerFactors(tuple(A), tuple(G), tuple(A_next), tuple(G_next)), shapes
+
+
+def test_the_tridiagonal_direction_is_what_torch_counts():
+    factors, shapes = chain_of_factors(WIDTHS)
+    damped = BlockTridiagonalInverse().prepare(factors).damped(1e-3)
+    gradient = [torch.randn(*shape, dtype=torch.float64) for shape in shapes]
+    assert counted(lambda: damped.mv(gradient)) == operations.direction(shapes, tridiagonal=True)
+
+
+def test_the_tridiagonal_statistics_are_what_torch_counts():
+    kfac = KFAC(network(), Bernoulli(), inverse="block_tridiagonal", **presets.paper())
+    x, y = torch.randn(CASES, 7), torch.rand(CASES, 9).round()
+    shapes = operations.shapes_of(WIDTHS)
+    for _ in range(3):
+        kfac.step(kfac.closure(x, y))
+    tri = counted(lambda: kfac.step(kfac.closure(x, y)))
+    rank_free = operations.kfac(shapes, CASES, Schedule.of(kfac.settings), tridiagonal=True)
+    times = Schedule.of(kfac.settings).times
+    without_direction = sum(
+        rank_free[part] / times[part] for part in ("gradient", "statistics", "fisher_products")
+    )
+    # What is left is the direction, whose ranks depend on the data and are at most full.
+    left = tri - without_direction
+    assert operations.direction(shapes, tridiagonal=False) < left
+    assert left <= operations.direction(shapes, tridiagonal=True)
+
+
+def test_refreshes_by_hand():
+    d = 10
+    two = [(d, d), (d, d)]
+    # Cholesky and inverse, ⅓ + ⅔, of four factors.
+    assert operations.refresh(two, tridiagonal=False) == 4 * d**3
+    # And for each side of the pair: R, Ψ, L⁻¹R and K by triangular solves, the Gram matrix, eigh.
+    assert operations.refresh(two, tridiagonal=True) == (4 + 2 * (1 + 1 + 1 + 1 + 2 + 6)) * d**3
+    assert operations.exact_tikhonov(two) == 4 * 6 * d**3
+    # Narrower next layer: the Gram matrix and eigh of the smaller side, and X F.
+    assert operations._conditional(10, 4) == 2 * 16 * 10 + 100 * 4 + 2 * 160 + 6 * 64 + 320 + 400
+
+
+def test_directions_by_hand():
+    d = 10
+    two = [(d, d), (d, d)]
+    assert operations.direction(two, tridiagonal=False) == 2 * 4 * d**3
+    # Λ's correction has four products for the first layer, Ξ and Ξᵀ two each.
+    assert operations.direction(two, tridiagonal=True) == (8 + 8 + 4 + 4) * d**3
+
+
+def test_the_count_is_the_papers_for_a_wide_deep_chain():
+    """(3.425 C₁ + 1.25 C₂) ℓd²m + 1.1 C₅ ℓd³ + 0.055 C₃ ℓd³, with [MG15 §8]'s constants.
+
+    With C₁ = C₂ = 2, C₅ = 4 and C₃ = 2, and the two further γ of a search counted in full.
+    """
+    d, depth, m = 1000, 200, 8000
+    unit = depth * d**2 * m
+    parts = operations.kfac([(d, d)] * depth, m, Schedule.of_preset("paper"), tridiagonal=False)
+    assert parts["gradient"] == pytest.approx(3 * 2 * unit, rel=0.01)
+    assert parts["statistics"] == pytest.approx((1 / 8 + 2 / 8) * 2 * unit, rel=0.01)
+    assert parts["fisher_products"] == pytest.approx(4 / 4 * 1.1 * 2 * unit, rel=0.01)
+    assert parts["reduction_ratio"] == pytest.approx(1 / 5 * 2 * unit, rel=0.01)
+    cube = depth * d**3
+    assert parts["direction"] == pytest.approx(1.1 * 4 * cube)
+    assert parts["inverse"] == pytest.approx((1 / 20 + 2 / 20) * 2 * cube)
+
+
+def test_the_schedule_in_words():
+    words = "τ₁ = 1/8, τ₂ = 1/4, T₁ = 5, T₂ = 20, T₃ = 20"
+    assert str(Schedule.of_preset("paper")) == words
+
+
+@pytest.mark.parametrize("p", [-1.0, 0.0, 1.0, 2.5, 3.0])
+def test_the_exponent_of_a_power_law(p):
+    x = [128, 256, 512, 2048]
+    assert exponent(x, [3.0 * n**p for n in x]) == pytest.approx(p)
+
+
+def test_no_exponent_from_one_point():
+    assert math.isnan(exponent([128], [1.0]))
+    assert math.isnan(exponent([128, 128], [1.0, 2.0]))
+    assert math.isnan(exponent([128, 256], [0.0, 1.0]))
