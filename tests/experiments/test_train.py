@@ -248,7 +248,8 @@ def test_defaults_are_the_papers():
     ]  # fmt: skip
     assert of("mnist", optimizer="nag").average == of("mnist", kfac=paper).average == 200
     assert of("mnist", kfac=paper).batch == "paper"
-    assert (of("mnist").batch, of("mnist").average) == (500, 0)
+    assert (of("mnist").batch, of("mnist").average) == ("adaptive", 0)
+    assert of("mnist", optimizer="adamw").batch == 500
 
 
 def test_evaluations_are_as_dense_as_promised():

@@ -72,7 +72,7 @@ def test_candidates_are_positive_different_and_above_the_floor(gamma, lambda_, e
 
 def test_where_the_next_mini_batches_do_not_confirm_the_model_gamma_stays():
     assert RULE.candidates(9, 0.3, 1.0, 0.0, -1.0, drifted=False, confirmed=0.2) == (0.3,)
-    assert len(RULE.candidates(9, 0.3, 1.0, 0.0, -1.0, drifted=False, confirmed=0.3)) == 2
+    assert len(RULE.candidates(9, 0.3, 1.0, 0.0, -1.0, drifted=False, confirmed=0.6)) == 2
     assert len(RULE.candidates(9, 0.3, 1.0, 0.0, -1.0, drifted=True, confirmed=0.2)) == 2
 
 
