@@ -12,6 +12,7 @@ from kronfac.experiments.bench import scaling
 from kronfac.experiments.bench.chain import Sizes, cases, network
 from kronfac.experiments.bench.peak_memory import NUMBER, available, measured, theory
 from kronfac.experiments.bench.scaling_tables import Point, ScalingTrial, plots, tables
+from kronfac.experiments.bench.trials import LeftOutError
 from kronfac.inverses.base import pack
 from tests.experiments.runs import kronfac
 
@@ -52,6 +53,11 @@ def test_the_peak_of_a_process_of_its_own_is_at_least_the_theory():
     assert expected.kfac < peak < 5 * (expected.kfac + expected.activations)
 
 
+def test_a_process_that_fails_is_left_out():
+    with pytest.raises(LeftOutError, match=r"could not be measured: .*inverse"):
+        measured(SIZES, "no inverse", "paper", threads=1, seed=0)
+
+
 def test_some_memory_is_available():
     assert available() > 0
 
@@ -78,9 +84,9 @@ def test_exponents_stand_below_the_sizes_and_what_was_left_out_says_why():
         sizes = replace(SIZES, width=width)
         points.append(Point(width, sizes, theory(sizes, tridiagonal=False)))
     trials = {str(p.sizes): trial_of(p.sizes) for p in points[:3]}
-    (table,) = tables({"width": points}, trials, free=1e8)
+    (table,) = tables({"width": points}, trials, {str(points[3].sizes): "needs about 3 GB"})
     *_, missing, fitted, counted = table.rows
-    assert re.fullmatch(r"needs about 3\.\d GB, 0.1 GB are free", missing[1])
+    assert missing[:3] == ("4,096", "needs about 3 GB", "–")
     assert fitted[:4] == ("exponent", "2.00", "3.00", "1.00")
     assert fitted[5] == "2.00"
     assert (counted[1], counted[2], counted[4]) == ("1.50", "2.50", "1.00")
@@ -96,8 +102,9 @@ def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     words += ["--widths", 6, 10**6, "--depths", 2, "--batches", 20, "--outputs", 4]
     assert kronfac(*words, "--output", "scaling.md") == 0
     out = capsys.readouterr().out
-    assert "1 of 1: width 6, depth 2, batch 20, outputs 4" in out  # the base, for all four sweeps
-    assert "Left out: width 1000000, depth 2" in out
+    assert "1 of 2: width 6, depth 2, batch 20, outputs 4" in out  # the base, for all four sweeps
+    assert "2 of 2: width 1000000, depth 2" in out
+    assert re.search(r"Left out: needs about [\d.]+ GB, [\d.]+ GB are free", out)
     folder = tmp_path / "runs/bench-scaling-block_diagonal-paper"
     (trial,) = json.loads((folder / "scaling.json").read_text())["trials"]
     assert (
@@ -110,7 +117,7 @@ def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     page = (folder / "scaling.html").read_text()
     assert page.count("<svg") > 4
     assert kronfac(*words) == 0
-    assert "1 of 1" not in capsys.readouterr().out
+    assert "1 of 2" not in capsys.readouterr().out
 
 
 def test_quick_is_smaller_and_options_win():

@@ -17,21 +17,15 @@ from typing import Any
 import torch
 
 from kronfac import KFAC, Categorical, GammaSearch
-from kronfac.errors import KronfacError
 from kronfac.experiments.bench.chain import Inverse, Sizes, cases, network
 from kronfac.experiments.bench.operations import Shape, shapes_of
 from kronfac.experiments.bench.schedule import Preset, arguments
+from kronfac.experiments.bench.trials import LeftOutError
 
 NUMBER = 4
 """Bytes of a float32."""
 STEPS = 2
 """The second has the update before it, and an inverse that is replaced."""
-
-
-class MemoryMeasurementError(KronfacError):
-    """The process that was to be measured failed."""
-
-    exit_code = 1
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,7 @@ def measured(sizes: Sizes, inverse: Inverse, preset: Preset, threads: int, seed:
     """Bytes at the peak of two steps that both search for γ, which need most.
 
     Raises:
-        MemoryMeasurementError: the process failed, for lack of memory perhaps.
+        LeftOutError: the process failed, for lack of memory perhaps.
     """
     task = {
         "sizes": asdict(sizes),
@@ -124,7 +118,7 @@ def measured(sizes: Sizes, inverse: Inverse, preset: Preset, threads: int, seed:
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise MemoryMeasurementError(f"The memory of {sizes} could not be measured: {last}")
+        raise LeftOutError(f"its memory could not be measured: {last}")
     return int(done.stdout)
 
 

@@ -26,9 +26,11 @@ from kronfac.experiments.bench.paired_steps import PairedSteps
 from kronfac.experiments.bench.peak_memory import available, measured, theory
 from kronfac.experiments.bench.scaling_tables import Point, ScalingTrial, plots, tables
 from kronfac.experiments.bench.schedule import Preset, Schedule, arguments
-from kronfac.experiments.bench.trials import Advance, run_trials
+from kronfac.experiments.bench.trials import Advance, LeftOutError, run_trials
 from kronfac.experiments.config import hint
 from kronfac.update import FIRST_REFRESHES
+
+GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -129,23 +131,13 @@ def scaling_command(config: ScalingConfig) -> list[Path]:
     path = config.folder(f"scaling-{config.inverse}-{config.preset}{quick}") / "scaling.json"
     names = ("inverse", "preset", "threads", "seed")
     settings = {name: getattr(config, name) for name in names} | {"seconds": config.plan.seconds}
-    tridiagonal = config.inverse == "block_tridiagonal"
-    plan = config.plan
-    sweeps: dict[str, list[Point]] = {
-        name: [
-            Point(value, sizes, theory(sizes, tridiagonal))
-            for value in values
-            for sizes in [replace(plan.base, **{name: value})]
-        ]
-        for name, values in plan.sweeps.items()
+    sweeps = _sweeps(config)
+    left_out: dict[str, str] = {}
+    jobs = {
+        str(point.sizes): partial(_measure, config, point, left_out)
+        for points in sweeps.values()
+        for point in points
     }
-    free = available()
-    jobs = {}
-    for point in (point for points in sweeps.values() for point in points):
-        if point.theory.needed <= free:
-            jobs[str(point.sizes)] = partial(_measure, config, point)
-        else:
-            console.print(f"Left out: {point.sizes}, {point.shortage(free)}.")
     trials = {t.name: t for t in run_trials(path, settings, ScalingTrial, jobs, console)}
     document = Document(
         title="How a step scales",
@@ -153,20 +145,41 @@ def scaling_command(config: ScalingConfig) -> list[Path]:
         settings=described(
             config.threads,
             config.seed,
-            f"tanh network with a softmax around {plan.base}",
+            f"tanh network with a softmax around {config.plan.base}",
             config.inverse.replace("_", "-"),
             f"preset {config.preset} ({Schedule.of_preset(config.preset)})",
             "interleaved steps",
         ),
-        tables=tables(sweeps, trials, free),
+        tables=tables(sweeps, trials, left_out),
         plots=plots(sweeps, trials),
     )
     return publish(document, path, config.output, console)
 
 
-def _measure(config: ScalingConfig, point: Point, advance: Advance) -> ScalingTrial:
+def _sweeps(config: ScalingConfig) -> dict[str, list[Point]]:
+    tridiagonal = config.inverse == "block_tridiagonal"
+    sweeps: dict[str, list[Point]] = {}
+    for name, values in config.plan.sweeps.items():
+        every = [replace(config.plan.base, **{name: value}) for value in values]
+        sweeps[name] = [
+            Point(value, sizes, theory(sizes, tridiagonal))
+            for value, sizes in zip(values, every, strict=True)
+        ]
+    return sweeps
+
+
+def _measure(
+    config: ScalingConfig, point: Point, left_out: dict[str, str], advance: Advance
+) -> ScalingTrial:
     sizes = point.sizes
-    peak = measured(sizes, config.inverse, config.preset, config.threads, config.seed)
+    try:
+        if point.theory.needed > (free := available()):
+            needed = point.theory.needed
+            raise LeftOutError(f"needs about {needed / GB:.1f} GB, {free / GB:.1f} GB are free")
+        peak = measured(sizes, config.inverse, config.preset, config.threads, config.seed)
+    except LeftOutError as reason:
+        left_out[str(sizes)] = str(reason)
+        raise
     advance(0.5)
     pair = PairedSteps(
         lambda: network(sizes, config.seed),

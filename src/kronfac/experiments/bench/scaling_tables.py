@@ -9,7 +9,6 @@ from kronfac.experiments.bench.peak_memory import Theory
 from kronfac.experiments.bench.power_law import exponent
 from kronfac.experiments.report.tables import number
 
-GB = 1e9
 MB = 1e6
 COLUMNS = ("SGD ms", "K-FAC ms", "ratio", "counted", "peak MB", "theory MB", "activ. MB")
 NOTE = (
@@ -29,10 +28,6 @@ class Point:
     """Of what is swept."""
     sizes: Sizes
     theory: Theory
-
-    def shortage(self, free: float) -> str:
-        """Why it was not measured."""
-        return f"needs about {self.theory.needed / GB:.1f} GB, {free / GB:.1f} GB are free"
 
 
 @dataclass(frozen=True)
@@ -67,17 +62,20 @@ Sweeps = Mapping[str, Sequence[Point]]
 Trials = Mapping[str, ScalingTrial]
 
 
-def tables(sweeps: Sweeps, trials: Trials, free: float) -> tuple[Table, ...]:
-    """One a sweep, with the exponents below."""
-    first, *others = (_table(name, points, trials, free) for name, points in sweeps.items())
+def tables(sweeps: Sweeps, trials: Trials, left_out: Mapping[str, str]) -> tuple[Table, ...]:
+    """One a sweep, with the exponents below; `left_out` says why by name."""
+    first, *others = (_table(name, points, trials, left_out) for name, points in sweeps.items())
     return replace(first, note=NOTE), *others
 
 
-def _table(name: str, points: Sequence[Point], trials: Trials, free: float) -> Table:
+def _table(
+    name: str, points: Sequence[Point], trials: Trials, left_out: Mapping[str, str]
+) -> Table:
     rows = []
     for point in points:
         trial = trials.get(str(point.sizes))
-        cells = _cells(trial, point) if trial else (point.shortage(free), *["–"] * 6)
+        missing = (left_out.get(str(point.sizes), "–"), *["–"] * (len(COLUMNS) - 1))
+        cells = _cells(trial, point) if trial else missing
         rows.append((f"{point.value:,}", *cells))
     x, found = _measured(points, trials)
     measured = (
