@@ -70,9 +70,9 @@ def trial_of(sizes):
         sizes=asdict(sizes),
         sgd_seconds=1e-6 * w**2,
         parts={"gradient": 5e-7 * w**3, "statistics": 5e-7 * w**3},
+        ratios=[0.9 * w, 1.0 * w, 1.2 * w],
         sgd_operations=2.0 * w**1.5,
         operations={"gradient": 1.0 * w**2.5},
-        steps=5,
         peak_bytes=100 * w**2,
         theory={},
     )
@@ -90,6 +90,7 @@ def test_exponents_stand_below_the_sizes_and_what_was_left_out_says_why():
     assert fitted[:4] == ("exponent", "2.00", "3.00", "1.00")
     assert fitted[5] == "2.00"
     assert (counted[1], counted[2], counted[4]) == ("1.50", "2.50", "1.00")
+    assert table.rows[0][3] == "8.00 (7.20 – 9.60)"
     assert all(len(row) == len(table.columns) for row in table.rows)
     time, memory = plots({"width": points}, trials)
     assert list(time.lines[1].x) == [8, 16, 32]
@@ -107,9 +108,7 @@ def test_a_tiny_run(tmp_path, monkeypatch, capsys):
     assert re.search(r"Left out: needs about [\d.]+ GB, [\d.]+ GB are free", out)
     folder = tmp_path / "runs/bench-scaling-block_diagonal-paper"
     (trial,) = json.loads((folder / "scaling.json").read_text())["trials"]
-    assert (
-        trial["steps"] == 5
-    )  # the fifth step measures ρ, the sixth is the last, the first warms up
+    assert len(trial["ratios"]) == 1  # no time for a second round
     assert {"inverse", "reduction_ratio", "direction"} <= set(trial["parts"])
     text = (tmp_path / "scaling.md").read_text()
     assert "By width" in text

@@ -50,7 +50,7 @@ FULL = Plan(
         "batch": (250, 1000, 5000, 20_000),
         "outputs": (10, 100, 1000, 10_000),
     },
-    seconds=60.0,
+    seconds=120.0,
 )
 QUICK = Plan(
     base=Sizes(width=256, depth=4, batch=500, outputs=10),
@@ -96,8 +96,8 @@ class ScalingConfig(BenchOptions):
     """Approximate inverse Fisher."""
     preset: Preset = "paper"
     """Constants of the paper's experiments, or of kronfac."""
-    seconds: Annotated[float | None, hint("FLOAT", "60; 5 with --quick")] = None
-    """To spend on steps of one size, if more than the least number can be taken in them."""
+    seconds: Annotated[float | None, hint("FLOAT", "120; 5 with --quick")] = None
+    """To spend on each size, in rounds of up to 19 steps from the start; a round may take longer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,40 +181,55 @@ def _measure(
         left_out[str(sizes)] = str(reason)
         raise
     advance(0.5)
+    schedule = Schedule.of_preset(config.preset)
+    rounds: list[Round] = []
+    start = time.perf_counter()
+    while not rounds or time.perf_counter() - start < config.plan.seconds:
+        rounds.append(_round(config, sizes, schedule, start + config.plan.seconds))
+    advance(0.5)
+    shapes = operations.shapes_of(sizes.widths)
+    tridiagonal = config.inverse == "block_tridiagonal"
+    return ScalingTrial(
+        name=str(sizes),
+        sizes=asdict(sizes),
+        sgd_seconds=median(one.sgd for one in rounds),
+        parts={part: median(one.parts[part] for one in rounds) for part in rounds[0].parts},
+        ratios=[sum(one.parts.values()) / one.sgd for one in rounds],
+        sgd_operations=operations.sgd(shapes, sizes.batch),
+        operations=operations.kfac(shapes, sizes.batch, schedule, tridiagonal),
+        peak_bytes=peak,
+        theory=asdict(point.theory),
+    )
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds of an average step, from the first steps of a training."""
+
+    sgd: float
+    parts: dict[str, float]
+    """K-FAC's, as often as the schedule has them done."""
+
+
+def _round(config: ScalingConfig, sizes: Sizes, schedule: Schedule, deadline: float) -> Round:
+    """To the first ρ at least, and not to the first search for γ, where parts are done three times."""
     pair = PairedSteps(
         lambda: network(sizes, config.seed),
         Categorical(),
         {"inverse": config.inverse, **arguments(config.preset)},
     )
-    schedule = Schedule.of(pair.kfac.settings)
     x, y = cases(sizes, config.seed)
-    # To the first ρ at least, and not to the first search for γ, where parts are done three times.
     least = int(max(FIRST_REFRESHES, schedule.T1 if schedule.T1 < schedule.T2 else 0)) + 1
     most = int(min(schedule.T2, 20)) - 1
     sgd: list[float] = []
     parts: dict[str, list[float]] = defaultdict(list)
-    start = time.perf_counter()
     for k in range(1, most + 1):
         seconds = pair.step(x, y)
         if k > 1:  # the first one warms up
             sgd.append(seconds.sgd)
             for part, spent in seconds.parts.items():
                 parts[part].append(spent)
-        advance(0.5 / most)
-        if k >= least and time.perf_counter() - start > config.plan.seconds:
+        if k >= least and time.perf_counter() > deadline:
             break
-    shapes = operations.shapes_of(sizes.widths)
-    tridiagonal = config.inverse == "block_tridiagonal"
-    return ScalingTrial(
-        name=str(sizes),
-        sizes=asdict(sizes),
-        sgd_seconds=median(sgd),
-        parts={
-            part: schedule.times.get(part, 1.0) * median(spent) for part, spent in parts.items()
-        },
-        sgd_operations=operations.sgd(shapes, sizes.batch),
-        operations=operations.kfac(shapes, sizes.batch, schedule, tridiagonal),
-        steps=len(sgd),
-        peak_bytes=peak,
-        theory=asdict(point.theory),
-    )
+    times = schedule.times
+    return Round(median(sgd), {p: times.get(p, 1.0) * median(spent) for p, spent in parts.items()})

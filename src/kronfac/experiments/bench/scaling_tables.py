@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from kronfac.experiments.bench.chain import Sizes
 from kronfac.experiments.bench.document import Line, LogLogPlot, Table
@@ -12,11 +13,11 @@ from kronfac.experiments.report.tables import number
 MB = 1e6
 COLUMNS = ("SGD ms", "K-FAC ms", "ratio", "counted", "peak MB", "theory MB", "activ. MB")
 NOTE = (
-    "K-FAC: an average step, put together from its parts as often as the settings have them done; "
-    "counted: the ratio of operations. Peak: of two steps that both search for γ, without the cases and "
-    "what the process held before. Theory: 5 × parameters + factors + 2 × inverses; activations, of one "
-    "pass, come on top. Last rows: exponents by least squares of the logarithms, of what was measured and "
-    "of operations and memory in theory over the same sizes."
+    "K-FAC: an average step, put together from its parts as often as the settings have them done. Ratio: "
+    "median (smallest – largest) of the rounds; counted: that of operations. Peak: of two steps that both "
+    "search for γ, without the cases and what the process held before. Theory: 5 × parameters + factors "
+    "+ 2 × inverses; activations, of one pass, come on top. Last rows: exponents by least squares of the "
+    "logarithms, of what was measured and of operations and memory in theory over the same sizes."
 )
 
 
@@ -40,10 +41,10 @@ class ScalingTrial:
     """Of a step, median."""
     parts: dict[str, float]
     """Seconds of an average step by part."""
+    ratios: list[float]
+    """K-FAC over SGD, a round each."""
     sgd_operations: float
     operations: dict[str, float]
-    steps: int
-    """That the medians are of."""
     peak_bytes: int
     theory: dict[str, int]
 
@@ -81,7 +82,7 @@ def _table(
     measured = (
         [t.sgd_seconds for t in found],
         [t.kfac_seconds for t in found],
-        [t.kfac_seconds / t.sgd_seconds for t in found],
+        [median(t.ratios) for t in found],
     )
     counted = (
         [t.sgd_operations for t in found],
@@ -112,7 +113,7 @@ def _cells(trial: ScalingTrial, point: Point) -> tuple[str, ...]:
     return (
         number(1e3 * trial.sgd_seconds),
         number(1e3 * trial.kfac_seconds),
-        f"{trial.kfac_seconds / trial.sgd_seconds:.2f}",
+        f"{median(trial.ratios):.2f} ({min(trial.ratios):.2f} – {max(trial.ratios):.2f})",
         f"{trial.kfac_operations / trial.sgd_operations:.2f}",
         number(trial.peak_bytes / MB),
         number(point.theory.kfac / MB),
