@@ -19,8 +19,8 @@ from kronfac.step_size import StepRule
 
 FACTOR = 10.0
 """Between two trials; the rule that λ moves by from there makes good for half a decade at once."""
-TRUSTED = 0.6
-"""ρ of a step that the model describes well enough; the paper lets λ be above ¼ and fall above ¾."""
+TRUSTED = 0.5
+"""ρ of a step that the model describes well enough: between the ¼ and the ¾ of [MG15 §6.5]."""
 MOST_TRIALS = 8
 
 

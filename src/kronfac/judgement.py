@@ -11,7 +11,7 @@ import torch
 from kronfac.proposal import Evaluation, Network, decay_change, moved_loss
 from kronfac.report import Event
 from kronfac.state import State
-from kronfac.step_size import DampingRule
+from kronfac.step_size import DampingRule, Verdict
 
 DECAY = 0.8
 """Of the moving averages of ρ and of the noise, per judgement."""
@@ -64,8 +64,7 @@ def judge(
     change = loss - loss_before - decay_change(network, evaluation.weight_decay, back)
     rho = change / last.predicted_change
     sample = abs(loss_before - last.loss)
-    usual = sample if state.noise is None else state.noise
-    noise = max(sample, usual)
+    noise = max(sample, state.noise or 0.0)
     if change > SIGNIFICANT * noise + rounding:
         cause = (
             f"on the next mini-batch the objective rose by {change:.3g} with it, where "
@@ -73,27 +72,34 @@ def judge(
         )
         return _against(rule, state, rho, cause)
     noisy = noise > rounding + NO_NOISE * abs(last.predicted_change)
+    verdict = Verdict(rho, last.curvature_share, noisy, state.iteration - state.judged_iteration)
     judged = replace(
         state,
-        lambda_=rule.judged(state.lambda_, rho, last.curvature_share, noisy),
+        lambda_=rule.judged(state.lambda_, verdict),
+        judged_iteration=state.iteration,
         confirmed=_average(state.confirmed, min(max(rho, -1.0), 1.0)),
-        noise=_average(usual, sample),
+        noise=_average(state.noise, sample),
         last=None,
     )
     return Judgement(judged, rho)
 
 
-def _average(old: float, new: float) -> float:
-    return DECAY * old + (1 - DECAY) * new
+def _average(old: float | None, new: float) -> float:
+    return new if old is None else DECAY * old + (1 - DECAY) * new
 
 
 def _against(rule: DampingRule, state: State, rho: float, cause: str) -> Judgement:
     """The state before the step, but for what it taught: statistics, iteration, a larger λ."""
     assert state.last is not None
     kept = state.last.kept
+    elapsed = state.iteration - state.judged_iteration
+    verdict = Verdict(
+        rho, state.last.curvature_share, noisy=False, elapsed=elapsed, taken_back=True
+    )
     before = replace(
         state,
-        lambda_=rule.judged(state.lambda_, math.nan, state.last.curvature_share, noisy=False),
+        lambda_=rule.judged(state.lambda_, verdict),
+        judged_iteration=state.iteration,
         previous_delta=None if kept is None else kept.previous_delta,
         last=None,
     )

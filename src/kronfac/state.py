@@ -64,7 +64,9 @@ class State:
     previous_delta: Matrices | None = None
     """δ₀."""
     last: LastStep | None = None
-    confirmed: float = 1.0
+    judged_iteration: int = 0
+    """Of the last step that was judged."""
+    confirmed: float | None = None
     """Of what M predicted, the part that the next mini-batches saw come true, averaged."""
     noise: float | None = None
     """By how much the loss differs from one mini-batch to another at the same θ, averaged."""
@@ -129,7 +131,8 @@ def load(
         inverse_lambda=saved["inverse_lambda"],
         gamma_move=float(saved["gamma_move"]),
         previous_delta=placed(saved["previous_delta"]),
-        confirmed=float(saved["confirmed"]),
+        judged_iteration=int(saved["judged_iteration"]),
+        confirmed=saved["confirmed"],
         noise=saved["noise"],
         last=saved["last"] and _last_step(placed(saved["last"])),
         decayed=placed(saved["decayed"]),

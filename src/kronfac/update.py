@@ -240,7 +240,7 @@ class Update:
             point.weight_decay,
             before.gamma_move,
             drifted,
-            before.confirmed,
+            1.0 if before.confirmed is None else before.confirmed,
         )
         try:
             with watch("inverse"):
@@ -258,6 +258,7 @@ class Update:
                 continue
             proposal = proposed(gamma, damped, decayed)
             best = self._better(point, best, proposal, len(candidates) > 1, watch)
+            del damped, decayed, proposal  # of the loser nothing is left when the next one is made
         if best is not None:
             move = settings.gamma.moved(before.gamma_move, candidates, best.gamma)
             learned = {"gamma_move": move, "inverse_iteration": k, "inverse_lambda": before.lambda_}

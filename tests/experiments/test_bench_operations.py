@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from kronfac import KFAC, Bernoulli, presets
+from kronfac import KFAC, AdaptiveGamma, Bernoulli, presets
 from kronfac.experiments.bench import operations
 from kronfac.experiments.bench.power_law import exponent
 from kronfac.experiments.bench.schedule import Schedule
@@ -40,27 +40,42 @@ def test_sgd_is_what_torch_counts():
     assert counted(lambda: Bernoulli()(model(x), y).backward()) == operations.sgd(shapes, CASES)
 
 
-@pytest.mark.parametrize("preset", ["paper", "default"])
-def test_the_parts_of_a_step_are_what_torch_counts(preset):
+def test_the_parts_of_a_step_are_what_torch_counts():
     """Decompositions are not in torch's counter: the block-diagonal refresh counts nothing there."""
-    arguments = presets.paper() if preset == "paper" else {}
-    kfac = KFAC(network(), Bernoulli(), weight_decay=1e-3, **arguments)
+    kfac = KFAC(network(), Bernoulli(), weight_decay=1e-3, **presets.paper())
     x, y = torch.randn(CASES, 7), torch.rand(CASES, 9).round()
-    schedule = Schedule.of(kfac.settings)
-    parts = operations.kfac(operations.shapes_of(WIDTHS), CASES, schedule, tridiagonal=False)
-    once = {part: count / schedule.times[part] for part, count in parts.items()}
-    usual = sum(once[p] for p in ("gradient", "statistics", "direction", "fisher_products"))
+    once, _ = parts_of(kfac)
+    usual = sum(once[p] for p in USUAL)
     steps = {k: counted(lambda: kfac.step(kfac.closure(x, y))) for k in range(1, 21)}
     # To a thousandth: torch also counts the products of two numbers in (α, μ).
     assert steps[4] == pytest.approx(usual, rel=1e-3)
     assert steps[5] == pytest.approx(usual + once["reduction_ratio"], rel=1e-3)
     more = 2 * (once["direction"] + once["fisher_products"])
     assert steps[20] == pytest.approx(usual + once["reduction_ratio"] + more, rel=1e-3)
-    if preset == "paper":
-        return  # γ goes to its upper bound, where there are but two to try
-    # A period is as many steps as the parts say.
+
+
+USUAL = ("gradient", "statistics", "direction", "fisher_products")
+
+
+def parts_of(kfac):
+    """Operations of each part, once, and in an average step."""
+    schedule = Schedule.of(kfac.settings, CASES)
+    parts = operations.kfac(operations.shapes_of(WIDTHS), CASES, schedule, tridiagonal=False)
+    return {part: count / schedule.times[part] for part, count in parts.items()}, parts
+
+
+def test_the_default_settles_at_what_is_counted():
+    kfac = KFAC(network(), Bernoulli(), weight_decay=1e-3, gamma=AdaptiveGamma(trusted=0.0))
+    x, y = torch.randn(CASES, 7), torch.rand(CASES, 9).round()
+    once, parts = parts_of(kfac)
+    for _ in range(100):
+        kfac.step(kfac.closure(x, y))
+    assert not kfac.report.events
     later = sum(counted(lambda: kfac.step(kfac.closure(x, y))) for _ in range(20))
-    assert later == pytest.approx(20 * (sum(parts.values()) - parts["inverse"]), rel=1e-3)
+    usual = sum(once[p] for p in USUAL)
+    # Twenty steps, four of them with ρ, one with a second γ at the most.
+    assert later <= 20 * (sum(parts.values()) - parts["inverse"]) * 1.001
+    assert later >= 20 * usual
 
 
 def chain_of_factors(widths):
@@ -94,8 +109,8 @@ def test_the_tridiagonal_statistics_are_what_torch_counts():
     for _ in range(3):
         kfac.step(kfac.closure(x, y))
     tri = counted(lambda: kfac.step(kfac.closure(x, y)))
-    rank_free = operations.kfac(shapes, CASES, Schedule.of(kfac.settings), tridiagonal=True)
-    times = Schedule.of(kfac.settings).times
+    rank_free = operations.kfac(shapes, CASES, Schedule.of(kfac.settings, CASES), tridiagonal=True)
+    times = Schedule.of(kfac.settings, CASES).times
     without_direction = sum(
         rank_free[part] / times[part] for part in ("gradient", "statistics", "fisher_products")
     )
@@ -132,7 +147,9 @@ def test_the_count_is_the_papers_for_a_wide_deep_chain():
     """
     d, depth, m = 1000, 200, 8000
     unit = depth * d**2 * m
-    parts = operations.kfac([(d, d)] * depth, m, Schedule.of_preset("paper"), tridiagonal=False)
+    parts = operations.kfac(
+        [(d, d)] * depth, m, Schedule.of_preset("paper", 8000), tridiagonal=False
+    )
     assert parts["gradient"] == pytest.approx(3 * 2 * unit, rel=0.01)
     assert parts["statistics"] == pytest.approx((1 / 8 + 2 / 8) * 2 * unit, rel=0.01)
     assert parts["fisher_products"] == pytest.approx(4 / 4 * 1.1 * 2 * unit, rel=0.01)
@@ -144,7 +161,7 @@ def test_the_count_is_the_papers_for_a_wide_deep_chain():
 
 def test_the_schedule_in_words():
     words = "τ₁ = 1/8, τ₂ = 1/4, T₁ = 5, T₂ = 20, T₃ = 20"
-    assert str(Schedule.of_preset("paper")) == words
+    assert str(Schedule.of_preset("paper", 8000)) == words
 
 
 @pytest.mark.parametrize("p", [-1.0, 0.0, 1.0, 2.5, 3.0])

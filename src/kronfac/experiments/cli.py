@@ -103,6 +103,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "refresh_command",
                 "seconds to refresh the inverse, by width and method",
             ),
+            "scaling": Command(
+                "bench.scaling",
+                "ScalingConfig",
+                "scaling_command",
+                "time and memory of a step by width, depth, batch and outputs",
+            ),
         },
     ),
     "data": Command(

@@ -5,7 +5,12 @@ from kronfac.step_size.adaptive_gamma import AdaptiveGamma
 from kronfac.step_size.conjugate_gradients import ConjugateGradients, refined
 from kronfac.step_size.fisher_products import fisher_gram, fisher_product
 from kronfac.step_size.gamma_search import FixedGamma, GammaRule, GammaSearch, TiedGamma
-from kronfac.step_size.levenberg_marquardt import DampingRule, FixedDamping, LevenbergMarquardt
+from kronfac.step_size.levenberg_marquardt import (
+    DampingRule,
+    FixedDamping,
+    LevenbergMarquardt,
+    Verdict,
+)
 from kronfac.step_size.quadratic_model import QuadraticModel, RawStep, Step, StepRule, within
 
 __all__ = [
@@ -23,6 +28,7 @@ __all__ = [
     "Step",
     "StepRule",
     "TiedGamma",
+    "Verdict",
     "fisher_gram",
     "fisher_product",
     "refined",

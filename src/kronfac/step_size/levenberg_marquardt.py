@@ -8,6 +8,20 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What the next mini-batch says of a step."""
+
+    rho: float
+    share: float
+    """Of the model's curvature along the step, what is not λ's."""
+    noisy: bool
+    """Whether ρ has anything to do with the choice of the rows."""
+    elapsed: int
+    """Iterations since the last verdict."""
+    taken_back: bool = False
+
+
 class DampingRule(Protocol):
     """How λ starts and moves."""
 
@@ -33,15 +47,8 @@ class DampingRule(Protocol):
         """Whether ρ of the step before is wanted on the rows of this iteration, at the same cost."""
         ...
 
-    def judged(self, lambda_: float, rho: float, share: float, noisy: bool) -> float:
-        """λ after that.
-
-        Args:
-            lambda_: before.
-            rho: NaN for a step that is taken back.
-            share: of the model's curvature along the step, what is not λ's.
-            noisy: whether ρ has anything to do with the choice of the rows.
-        """
+    def judged(self, lambda_: float, verdict: Verdict) -> float:
+        """λ after that."""
         ...
 
 
@@ -74,8 +81,8 @@ class LevenbergMarquardt:
     def judges(self, iteration: int) -> bool:
         return False
 
-    def judged(self, lambda_: float, rho: float, share: float, noisy: bool) -> float:
-        return self.updated(lambda_, rho)
+    def judged(self, lambda_: float, verdict: Verdict) -> float:
+        return self.updated(lambda_, math.nan if verdict.taken_back else verdict.rho)
 
     def updated(self, lambda_: float, rho: float) -> float:
         omega = self.decay**self.interval
@@ -103,7 +110,7 @@ class FixedDamping:
     def judges(self, iteration: int) -> bool:
         return False
 
-    def judged(self, lambda_: float, rho: float, share: float, noisy: bool) -> float:
+    def judged(self, lambda_: float, verdict: Verdict) -> float:
         return lambda_
 
 

@@ -55,7 +55,7 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         initial: int = 500,
         final: int | None = None,
         threshold: float = 0.05,
-        growth: float = 1.2,
+        growth: float = 1.1,
         seed: int = 0,
     ) -> None:
         if not 0 <= threshold < 1:

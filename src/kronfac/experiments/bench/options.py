@@ -56,5 +56,6 @@ def command_line(name: str, config: Any) -> str:
             continue
         words.append(f"--{field.name.replace('_', '-')}")
         if not isinstance(value, bool):
-            words += map(str, value if isinstance(value, tuple) else [value])
+            values = value if isinstance(value, tuple) else (value,)
+            words += [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
     return shlex.join(words)

@@ -7,6 +7,7 @@ from statistics import median
 from kronfac.experiments.bench import operations
 from kronfac.experiments.bench.document import Line, LogLogPlot, Table
 from kronfac.experiments.bench.power_law import exponent
+from kronfac.experiments.report.tables import number
 
 CHOLESKY = "block-diagonal, Cholesky"
 EIGH = "block-diagonal, exact Tikhonov"
@@ -67,9 +68,9 @@ def _ratios(trials: Sequence[RefreshTrial], layers: int) -> Table:
 
 def _milliseconds(trials: Sequence[RefreshTrial]) -> Table:
     rows = [
-        (PRODUCT, *(f"{1e3 * median(t.product):.3g}" for t in trials)),
+        (PRODUCT, *(number(1e3 * median(t.product)) for t in trials)),
         *(
-            (f"{name}, {part}", *(f"{1e3 * median(getattr(t, part)[name]):.3g}" for t in trials))
+            (f"{name}, {part}", *(number(1e3 * median(getattr(t, part)[name])) for t in trials))
             for name in METHODS
             for part in PARTS
         ),

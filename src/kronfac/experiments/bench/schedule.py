@@ -8,7 +8,8 @@ from typing import Any, Literal
 from torch import nn
 
 from kronfac import KFAC, Gaussian, presets
-from kronfac.update import Settings
+from kronfac.step_size import AdaptiveGamma
+from kronfac.update import LEAST_ROWS, LONGEST_INTERVAL, Settings
 
 Preset = Literal["paper", "default"]
 
@@ -34,32 +35,37 @@ class Schedule:
     """From one refresh of the inverse to the next."""
     directions: int
     """In the Fisher products: Δ, and δ₀ with momentum."""
+    extra: int
+    """Further candidates at a search for γ."""
 
     @classmethod
-    def of(cls, settings: Settings) -> "Schedule":
-        """As `KFAC.settings` has it."""
+    def of(cls, settings: Settings, cases: int) -> "Schedule":
+        """As `KFAC.settings` has it for a mini-batch of so many cases, some way into training."""
+        T3 = settings.inverse_interval or LONGEST_INTERVAL
+        adaptive = isinstance(settings.gamma, AdaptiveGamma)
         return cls(
-            tau1=settings.statistics_fraction,
-            tau2=settings.fisher_fraction,
+            tau1=settings.statistics_share(cases),
+            tau2=settings.fisher_share(cases),
             T1=getattr(settings.damping, "interval", math.inf),
-            T2=getattr(settings.gamma, "interval", math.inf),
-            T3=settings.inverse_interval,
+            T2=T3 if adaptive else getattr(settings.gamma, "interval", math.inf),
+            T3=T3,
             directions=1 + settings.step_size.momentum,
+            extra=1 if adaptive else 2,
         )
 
     @classmethod
-    def of_preset(cls, preset: Preset) -> "Schedule":
+    def of_preset(cls, preset: Preset, cases: int) -> "Schedule":
         """As the optimizer itself understands the preset."""
-        return cls.of(KFAC(nn.Linear(1, 1), Gaussian(), **arguments(preset)).settings)
+        return cls.of(KFAC(nn.Linear(1, 1), Gaussian(), **arguments(preset)).settings, cases)
 
     @property
     def times(self) -> dict[str, float]:
-        """How often an average step does each part; at a search γ has three candidates."""
-        searches = 1 + 2 / self.T2
+        """How often an average step does each part, at the most: a search may have fewer candidates."""
+        searches = 1 + self.extra / self.T2
         return {
             "gradient": 1.0,
             "statistics": 1.0,
-            "inverse": 1 / self.T3 + 2 / self.T2,
+            "inverse": 1 / self.T3 + self.extra / self.T2,
             "direction": searches,
             "fisher_products": searches,
             "step_size": searches,
@@ -72,3 +78,9 @@ class Schedule:
         parts = [f"τ{'₁₂'[i]} = {Fraction(numbers[f'tau{i + 1}'])}" for i in range(2)]
         parts += [f"T{'₁₂₃'[i]} = {numbers[f'T{i + 1}']:g}" for i in range(3)]
         return ", ".join(parts)
+
+
+def in_words(preset: Preset) -> str:
+    """For the line above a table, whatever the size of the mini-batch."""
+    schedule = str(Schedule.of_preset(preset, 10**9))
+    return schedule if preset == "paper" else f"{schedule}, S₁ and S₂ of {LEAST_ROWS} rows at least"

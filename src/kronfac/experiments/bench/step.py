@@ -23,11 +23,11 @@ from kronfac.experiments.bench.document import Document, described
 from kronfac.experiments.bench.options import BenchOptions, at_least, command_line
 from kronfac.experiments.bench.page import publish
 from kronfac.experiments.bench.paired_steps import PairedSteps
-from kronfac.experiments.bench.schedule import Preset, Schedule, arguments
+from kronfac.experiments.bench.schedule import Preset, Schedule, arguments, in_words
 from kronfac.experiments.bench.step_tables import StepTrial, plots, tables
 from kronfac.experiments.bench.trials import Advance, run_trials
 
-WARM_UP = 4
+WARM_UP = {"paper": 4, "default": 84}
 """Past the three refreshes at the start."""
 
 Inverse = Literal["block_diagonal", "block_tridiagonal"]
@@ -90,7 +90,7 @@ def _measure(
         {"inverse": inverse, "weight_decay": problem.weight_decay, **arguments(config.preset)},
     )
     sampler = ScheduledBatchSampler(len(train), batch, seed=config.seed)
-    total = WARM_UP + config.repeats * config.steps
+    total = WARM_UP[config.preset] + config.repeats * config.steps
     sgd, kfac = [], []
     parts: dict[str, float] = defaultdict(float)
 
@@ -106,13 +106,13 @@ def _measure(
             for part, spent in one.parts.items():
                 parts[part] += spent / (config.repeats * count)
 
-    steps(WARM_UP)
+    steps(WARM_UP[config.preset])
     for record in (sgd, kfac, parts):
         record.clear()
     for _ in range(config.repeats):
         steps(config.steps)
     shapes = operations.shapes_of(problem.layers)
-    schedule = Schedule.of(pair.kfac.settings)
+    schedule = Schedule.of(pair.kfac.settings, batch)
     return StepTrial(
         name=_name(inverse, batch),
         inverse=inverse,
@@ -137,7 +137,7 @@ def _document(config: StepConfig, trials: list[StepTrial]) -> Document:
             config.threads,
             config.seed,
             f"{config.problem} autoencoder",
-            f"preset {config.preset} ({Schedule.of_preset(config.preset)})",
+            f"preset {config.preset} ({in_words(config.preset)})",
             f"m = {' and '.join(f'{batch:,}' for batch in config.batches)}",
             f"{config.repeats} × {config.steps} interleaved steps",
             "KFAC.closure in one chunk",

@@ -8,9 +8,14 @@ from typing import Any, Protocol, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kronfac.errors import KronfacError
 from kronfac.experiments.machine import versions
 from kronfac.experiments.train import TrainingInterruptedError
 from kronfac.experiments.trials_file import read_trials, write_trials
+
+
+class LeftOutError(KronfacError):
+    """This measurement can't be made here; the others go on, and it is tried again another time."""
 
 
 class Trial(Protocol):
@@ -34,7 +39,7 @@ def run_trials(
     jobs: Mapping[str, Callable[[Advance], T]],
     console: Console,
 ) -> list[T]:
-    """What was asked for, in its order; of an earlier command what it left.
+    """What was asked for, in its order and but for what was left out; of an earlier command what it left.
 
     Args:
         path: Of the JSON file.
@@ -62,6 +67,9 @@ def run_trials(
                 console.print(f"{count} of {len(jobs)}: {name}")
                 try:
                     trials[name] = job(lambda share: progress.advance(bar, share))
+                except LeftOutError as reason:
+                    console.print(f"  Left out: {reason}.")
+                    continue
                 except KeyboardInterrupt as stop:
                     message = (
                         f"Stopped; what was measured is in {path}. Continue with the same command."
@@ -69,4 +77,4 @@ def run_trials(
                     raise TrainingInterruptedError(message, signal.SIGINT) from stop
                 write_trials(path, settings, trials.values())
             progress.update(bar, completed=count)
-    return [trials[name] for name in jobs]
+    return [trials[name] for name in jobs if name in trials]
