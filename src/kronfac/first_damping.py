@@ -18,8 +18,8 @@ from kronfac.state import State
 from kronfac.step_size import StepRule
 
 FACTOR = 10.0
-"""Between two trials; the rule that λ moves by from there makes good for half a decade at once."""
-TRUSTED = 0.5
+"""Between two trials."""
+TRUSTED = 0.6
 """ρ of a step that the model describes well enough: between the ¼ and the ¾ of [MG15 §6.5]."""
 MOST_TRIALS = 8
 
@@ -72,18 +72,20 @@ def mean_curvature(factors: KroneckerFactors) -> float:
 
 
 def least_trusted(rho: Callable[[float], float], start: float) -> tuple[float, int]:
-    """The smallest x = start · FACTORʲ that can be reached from `start` with ρ(x) ≥ TRUSTED.
+    """The x at which ρ falls to TRUSTED, between two neighbours of start · FACTORʲ.
 
-    Downwards while that holds; upwards until it does. After the last trial the last x.
+    Downwards from `start` while ρ(x) is above, upwards until it is; where it is above for one of the two
+    and below for the other, by interpolation in log x. After the last trial the last x.
     """
-    trials, x = 1, start
-    down = rho(x) >= TRUSTED
+    trials, x, here = 1, start, rho(start)
+    down = here >= TRUSTED
     while trials < MOST_TRIALS:
-        x = x / FACTOR if down else x * FACTOR
+        following = x / FACTOR if down else x * FACTOR
+        there = rho(following)
         trials += 1
-        trusted = rho(x) >= TRUSTED
-        if down and not trusted:
-            return x * FACTOR, trials
-        if not down and trusted:
-            break
+        if (there >= TRUSTED) != down:
+            trusted, other = (here, there) if down else (there, here)
+            share = (trusted - TRUSTED) / (trusted - max(other, 0.0))
+            return max(x, following) * FACTOR**-share, trials
+        x, here = following, there
     return x, trials

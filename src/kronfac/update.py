@@ -26,7 +26,7 @@ from kronfac.proposal import (
 from kronfac.report import Event, StepReport, Stopwatch
 from kronfac.state import LastStep, State
 from kronfac.statistics import Fisher, estimate
-from kronfac.step_size import DampingRule, GammaRule, StepRule
+from kronfac.step_size import DampingRule, GammaRule, Past, StepRule
 
 # The statistics change fastest in the first iterations, so the inverse is fresh in each [MG15 §9].
 FIRST_REFRESHES = 3
@@ -233,14 +233,14 @@ class Update:
             return proposed(before.gamma, stale, before.decayed), before
         best: Proposal | None = None
         failure: Exception | None = None
+        past = Past(
+            move=before.gamma_move,
+            elapsed=k - before.inverse_iteration,
+            drifted=drifted,
+            confirmed=1.0 if before.confirmed is None else before.confirmed,
+        )
         candidates = settings.gamma.candidates(
-            k,
-            before.gamma,
-            before.lambda_,
-            point.weight_decay,
-            before.gamma_move,
-            drifted,
-            1.0 if before.confirmed is None else before.confirmed,
+            k, before.gamma, before.lambda_, point.weight_decay, past
         )
         try:
             with watch("inverse"):

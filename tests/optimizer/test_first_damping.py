@@ -26,7 +26,7 @@ def objective(model: nn.Module, x, y) -> float:
 
 @pytest.mark.parametrize("start", [None, 1e-3, 1.0, 150.0, 1e4])
 @pytest.mark.parametrize("inverse", INVERSES)
-def test_the_first_lambda_is_the_smallest_whose_step_the_model_describes(inverse, start):
+def test_the_first_lambda_is_about_the_smallest_whose_step_the_model_describes(inverse, start):
     model = mlp([4, 8, 3], seed=3)
     x = normal(60, 4)
     y = (3 * x[:, :3]).sin()
@@ -41,9 +41,6 @@ def test_the_first_lambda_is_the_smallest_whose_step_the_model_describes(inverse
     optimizer.step(optimizer.closure(x, y))
     lambda_ = optimizer.report.lambda_
     assert 2 <= optimizer.report.trials <= MOST_TRIALS
-    if start is not None:
-        decades = math.log10(lambda_ / start)
-        assert decades == pytest.approx(round(decades), abs=1e-9)
 
     def rho(lambda_: float) -> float:
         # A trial is a step of the block-diagonal inverse with γ = √(λ + η), whatever the inverse.
@@ -60,22 +57,28 @@ def test_the_first_lambda_is_the_smallest_whose_step_the_model_describes(inverse
         change = objective(tried, x, y) - objective(model, x, y)
         return change / fixed.report.predicted_change
 
-    assert rho(lambda_) >= TRUSTED
     if optimizer.report.trials < MOST_TRIALS:
-        assert rho(lambda_ / 10) < TRUSTED
+        assert rho(3 * lambda_) > TRUSTED > rho(lambda_ / 10)
+        assert rho(lambda_) == pytest.approx(TRUSTED, abs=0.15)
 
 
-@given(smallest=st.integers(-6, 7))
-def test_the_search_finds_the_smallest_that_is_trusted(smallest):
+@given(crossing=st.floats(-6.5, 6.5))
+def test_the_search_finds_where_rho_falls_to_the_trusted_value(crossing):
+    """ρ rises from 0.2 to 1 over a decade, linearly in log x."""
     tried = []
 
     def rho(x: float) -> float:
         tried.append(x)
-        return 1.0 if math.log10(x) >= smallest - 0.5 else 0.3
+        return min(max(TRUSTED + 0.8 * (math.log10(x) - crossing), 0.2), 1.0)
 
     found, trials = least_trusted(rho, 1.0)
-    assert found == pytest.approx(10.0**smallest)
+    assert math.log10(found) == pytest.approx(crossing, abs=0.55)
     assert trials == len(tried) <= MOST_TRIALS
+
+
+def test_what_fails_counts_as_zero():
+    found, _ = least_trusted(lambda x: 1.0 if x > 50 else -math.inf, 1.0)
+    assert found == pytest.approx(100 * 10**-0.4)
 
 
 def test_the_search_ends_where_nothing_or_everything_is_trusted():

@@ -4,58 +4,74 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kronfac.step_size import AdaptiveDamping
+from kronfac.step_size import AdaptiveDamping, FixedDamping, LevenbergMarquardt, Verdict
 
 RULE = AdaptiveDamping()
+DECAY = math.log(19 / 20)
+
+
+def verdict(
+    rho: float, share: float = 0.5, noisy: bool = True, elapsed: int = 1, **more
+) -> Verdict:
+    return Verdict(rho, share, noisy, elapsed, **more)
 
 
 @pytest.mark.parametrize(
-    ("rho", "share", "noisy", "exponent"),
+    ("said", "exponent"),
     [
-        (2.0, 0.0, True, -2.302585),  # λ so large that it is all there is: by the most
-        (1.0, 0.5, True, -2 * (1 - 0.025)),
-        (0.1, 0.9, True, -2 * (0.1 - 0.045)),
-        (0.0, 1.0, True, 0.1),
-        (-0.5, 1.0, True, 1.1),
-        (-5.0, 1.0, True, 2.302585),
-        (0.5, 1.0, False, 0.0),
-        (0.2, 1.0, False, 0.6),
-        (0.9, 0.5, False, -2 * (0.9 - 0.25)),
+        (verdict(2.0, share=0.0), -math.log(10)),  # λ is all there is: down by the most
+        (verdict(1.0), DECAY - 1.0),
+        (verdict(1.0, share=0.99, elapsed=5), 5 * DECAY - 0.02),
+        (verdict(0.3, share=0.9), DECAY - 0.06),
+        (verdict(-0.05), DECAY),  # a little loss is tolerated
+        (verdict(-0.5), 0.8),
+        (verdict(-5.0), math.log(10)),
+        (verdict(0.5, noisy=False), DECAY - 0.5),
+        (verdict(0.05, noisy=False), 0.4),  # not where it can't be noise
     ],
 )
-def test_lambda_moves_in_proportion_to_how_far_rho_is_from_its_target(rho, share, noisy, exponent):
-    moved = RULE.judged(3.0, rho, share, noisy)
-    assert moved == pytest.approx(3.0 * math.exp(exponent), rel=1e-6)
+def test_lambda_moves_as_far_as_rho_and_its_share_say(said, exponent):
+    assert RULE.judged(3.0, said) == pytest.approx(3.0 * math.exp(exponent), rel=1e-9)
 
 
 @pytest.mark.parametrize("noisy", [False, True])
 def test_a_lambda_that_does_nothing_falls_no_further(noisy):
-    assert RULE.judged(1e-5, 1.0, 0.9995, noisy) == 1e-5
-    assert RULE.judged(1e-5, -1.0, 0.9995, noisy) > 1e-5
+    assert RULE.judged(1e-5, verdict(1.0, 0.9995, noisy)) == 1e-5
+    assert RULE.judged(1e-5, verdict(-1.0, 0.9995, noisy)) > 1e-5
 
 
 def test_a_step_that_was_taken_back_raises_lambda_tenfold():
-    assert RULE.judged(0.2, math.nan, 1.0, noisy=False) == pytest.approx(2.0)
+    assert RULE.judged(0.2, verdict(math.nan, taken_back=True)) == pytest.approx(2.0)
+    assert RULE.judged(0.2, verdict(1.0, taken_back=True)) == pytest.approx(2.0)
 
 
 @given(
     lambda_=st.floats(1e-12, 1e12),
-    rho=st.floats(allow_nan=True, allow_infinity=True),
+    rho=st.floats(allow_nan=False, allow_infinity=True),
     share=st.floats(0, 1),
     noisy=st.booleans(),
+    elapsed=st.integers(1, 100),
 )
-def test_lambda_stays_positive_and_finite_whatever_rho_is(lambda_, rho, share, noisy):
-    moved = RULE.judged(lambda_, rho, share, noisy)
+def test_lambda_stays_positive_and_finite_whatever_rho_is(lambda_, rho, share, noisy, elapsed):
+    moved = RULE.judged(lambda_, Verdict(rho, share, noisy, elapsed))
     assert 0.099 * lambda_ <= moved <= 10.01 * lambda_
 
 
-def test_from_a_thousand_times_too_large_it_comes_down_within_twenty_iterations():
-    """In a quadratic bowl of curvature c: s = c/(c + λ), ρ = 2 − s, every iteration."""
+@pytest.mark.parametrize("noise", [0.0, 1.0, 3.0])
+def test_from_ten_thousand_times_too_large_it_comes_down_within_twenty_iterations(noise):
+    """In a bowl of curvature c with noise N/G: s = c/(c + λ), ρ = 2/(1 + N/G) − s."""
     lambda_, curvature = 1e4, 1.0
     for _ in range(20):
         share = curvature / (curvature + lambda_)
-        lambda_ = RULE.judged(lambda_, 2 - share, share, noisy=True)
-    assert lambda_ < 1e-2
+        lambda_ = RULE.judged(lambda_, verdict(2 / (1 + noise) - share, share))
+    assert lambda_ < 2 * max(noise, 0.5)
+
+
+def test_the_papers_rules_take_a_verdict_too():
+    """For a step after which the loss is not finite, which is taken back whatever the rule."""
+    back = verdict(math.nan, taken_back=True)
+    assert LevenbergMarquardt().judged(1.0, back) == pytest.approx((20 / 19) ** 5)
+    assert FixedDamping(0.3).judged(0.3, back) == 0.3
 
 
 def test_when_rho_is_wanted():
@@ -72,8 +88,9 @@ def test_when_rho_is_wanted():
         ({"lambda_": math.inf}, "λ is positive"),
         ({"interval": 0}, "interval"),
         ({"settling": -1}, "settling"),
-        ({"target": 1.0}, "target"),
-        ({"exact_target": -0.1}, "exact_target"),
+        ({"decay": 0.0}, "decay"),
+        ({"tolerated": 1.0}, "tolerated"),
+        ({"tolerated_exactly": -1.1}, "tolerated_exactly"),
         ({"rate": 0.0}, "rate"),
     ],
 )

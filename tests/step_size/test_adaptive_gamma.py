@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kronfac.step_size import AdaptiveGamma
+from kronfac.step_size import AdaptiveGamma, Past
 
 RULE = AdaptiveGamma()
 
@@ -12,8 +12,8 @@ RULE = AdaptiveGamma()
 def search(cost, gamma: float, refreshes: int) -> list[float]:
     """γ after each refresh, when the candidate of lowest cost is chosen."""
     move, found = 0.0, []
-    for k in range(2, 2 + refreshes):
-        candidates = RULE.candidates(k, gamma, 1.0, 0.0, move, drifted=False, confirmed=1.0)
+    for k in range(4, 4 + refreshes):
+        candidates = RULE.candidates(k, gamma, 1.0, 0.0, Past(move, elapsed=20))
         assert candidates[0] == gamma
         assert len(candidates) <= 2, "one extra refresh at the most"
         gamma = min(candidates, key=cost)
@@ -24,7 +24,7 @@ def search(cost, gamma: float, refreshes: int) -> list[float]:
 
 @pytest.mark.parametrize("best", [1e-3, 0.03, 1.0, 7.0, 300.0])
 def test_a_gamma_that_is_decades_away_is_found_in_a_few_refreshes(best):
-    found = search(lambda gamma: abs(math.log(gamma / best)), gamma=1.0, refreshes=14)
+    found = search(lambda gamma: abs(math.log(gamma / best)), gamma=1.0, refreshes=16)
     assert found[-1] == pytest.approx(best, rel=0.5)
 
 
@@ -36,8 +36,8 @@ def test_it_goes_on_looking():
         return abs(math.log(gamma / best))
 
     move, gamma = 0.0, 1.0
-    for k in range(2, 32):
-        candidates = RULE.candidates(k, gamma, 1.0, 0.0, move, drifted=False, confirmed=1.0)
+    for k in range(4, 34):
+        candidates = RULE.candidates(k, gamma, 1.0, 0.0, Past(move, elapsed=20))
         gamma = min(candidates, key=cost)
         move = RULE.moved(move, candidates, gamma)
         assert abs(math.log(gamma / best)) < math.log(6)
@@ -45,11 +45,11 @@ def test_it_goes_on_looking():
 
 
 def test_the_first_refresh_has_one_candidate():
-    assert RULE.candidates(1, 0.7, 0.5, 0.0, 0.0, drifted=False, confirmed=1.0) == (0.7,)
+    assert RULE.candidates(1, 0.7, 0.5, 0.0, Past()) == (0.7,)
 
 
 def test_where_lambda_has_drifted_gamma_may_follow():
-    assert RULE.candidates(5, 30.0, 0.01, 0.0, 0.3, drifted=True, confirmed=1.0) == (30.0, 0.1)
+    assert RULE.candidates(5, 30.0, 0.01, 0.0, Past(drifted=True)) == (30.0, 0.1)
     assert RULE.due(1.0, 10.1)
     assert RULE.due(1.0, 0.099)
     assert not RULE.due(1.0, 9.9)
@@ -60,30 +60,54 @@ def test_where_lambda_has_drifted_gamma_may_follow():
     gamma=st.floats(1e-3, 1e6),
     lambda_=st.floats(0, 1e9),
     eta=st.floats(0, 1),
-    move=st.floats(-3, 3),
+    move=st.floats(-4, 4),
+    elapsed=st.integers(1, 20),
     drifted=st.booleans(),
 )
-def test_candidates_are_positive_different_and_above_the_floor(gamma, lambda_, eta, move, drifted):
-    candidates = RULE.candidates(7, gamma, lambda_, eta, move, drifted, 1.0)
+def test_candidates_are_positive_different_and_above_the_floor(
+    gamma, lambda_, eta, move, elapsed, drifted
+):
+    past = Past(move, elapsed, drifted)
+    candidates = RULE.candidates(7, gamma, lambda_, eta, past)
     assert candidates[0] == gamma
     assert len(set(candidates)) == len(candidates)
     assert all(other >= max(math.sqrt(eta), 1e-4) for other in candidates[1:])
 
 
 def test_where_the_next_mini_batches_do_not_confirm_the_model_gamma_stays():
-    assert RULE.candidates(9, 0.3, 1.0, 0.0, -1.0, drifted=False, confirmed=0.2) == (0.3,)
-    assert len(RULE.candidates(9, 0.3, 1.0, 0.0, -1.0, drifted=False, confirmed=0.6)) == 2
-    assert len(RULE.candidates(9, 0.3, 1.0, 0.0, -1.0, drifted=True, confirmed=0.2)) == 2
+    def tried(confirmed: float, drifted: bool = False) -> int:
+        past = Past(elapsed=20, drifted=drifted, confirmed=confirmed)
+        return len(RULE.candidates(9, 0.3, 1.0, 0.0, past))
+
+    assert tried(0.45) == 1
+    assert tried(0.55) == 2
+    assert tried(0.45, drifted=True) == 2
+
+
+def test_the_pace_is_the_papers_at_first():
+    gamma, other = RULE.candidates(20, 0.3, 1.0, 0.0, Past(elapsed=20))
+    assert other == pytest.approx(gamma * (19 / 20) ** 10)
+    gamma, other = RULE.candidates(6, 0.3, 1.0, 0.0, Past(elapsed=2))
+    assert other == pytest.approx(gamma * 19 / 20)
+
+
+def test_what_pays_goes_on_faster_and_what_does_not_turns_round():
+    assert RULE.moved(0.0, (1.0, 0.6), 0.6) == 1.5
+    assert RULE.moved(3.0, (1.0, 0.2), 0.2) == 4.0
+    assert RULE.moved(3.0, (1.0, 0.2), 1.0) == -1.0
+    assert RULE.moved(-2.0, (1.0, 3.0), 1.0) == 1.0
+    assert RULE.moved(-2.0, (1.0,), 1.0) == -2.0, "nothing was tried"
 
 
 def test_the_floor_can_be_chosen():
     rule = AdaptiveGamma(minimum=0.2)
     assert rule.initial(1e-6, 0.0) == 0.2
-    assert rule.candidates(3, 0.3, 1e-6, 0.0, -2.0, drifted=False, confirmed=1.0) == (0.3, 0.2)
+    assert rule.candidates(5, 0.3, 1e-6, 0.0, Past(2.0, elapsed=20)) == (0.3, 0.2)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"drift": 1.0}, {"minimum": 0.0}, {"minimum": math.inf}, {"trusted": 1.1}]
+    "settings",
+    [{"drift": 1.0}, {"minimum": 0.0}, {"minimum": math.inf}, {"trusted": 1.1}, {"factor": 1.0}],
 )
 def test_settings_are_checked(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):

@@ -109,6 +109,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "scaling_command",
                 "time and memory of a step by width, depth, batch and outputs",
             ),
+            "starts": Command(
+                "bench.starts",
+                "StartsConfig",
+                "starts_command",
+                "cases to fixed errors from several λ₀: does it matter where λ starts?",
+            ),
         },
     ),
     "data": Command(

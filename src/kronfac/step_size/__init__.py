@@ -4,7 +4,7 @@ from kronfac.step_size.adaptive_damping import AdaptiveDamping
 from kronfac.step_size.adaptive_gamma import AdaptiveGamma
 from kronfac.step_size.conjugate_gradients import ConjugateGradients, refined
 from kronfac.step_size.fisher_products import fisher_gram, fisher_product
-from kronfac.step_size.gamma_search import FixedGamma, GammaRule, GammaSearch, TiedGamma
+from kronfac.step_size.gamma_search import FixedGamma, GammaRule, GammaSearch, Past, TiedGamma
 from kronfac.step_size.levenberg_marquardt import (
     DampingRule,
     FixedDamping,
@@ -23,6 +23,7 @@ __all__ = [
     "GammaRule",
     "GammaSearch",
     "LevenbergMarquardt",
+    "Past",
     "QuadraticModel",
     "RawStep",
     "Step",

@@ -4,19 +4,18 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from kronfac.step_size.gamma_search import FLOOR
+from kronfac.step_size.gamma_search import FLOOR, Past
 
-_FIRST_MOVE = -math.log(2)
-_LONGEST, _SHORTEST = math.log(20), math.log(1.2)
+_LONGEST = 4.0
 
 
 @dataclass(frozen=True)
 class AdaptiveGamma:
     """At every refresh the better of γ and one other value, by M(δ).
 
-    The other value is γ eᵐ. If it is better the next try goes further the same way, m ← 3/2 m; if not,
-    less far the other way, m ← −m/2, and from the shortest move on with the first one again. So the
-    search costs one extra refresh, and finds a γ that is decades away in a few of them.
+    The other value is γ · factor^(m n), n iterations after the last refresh; m starts as 1, which is the
+    paper's pace. If the other value is better the next try goes faster the same way, m ← 3/2 m up to 4;
+    if not, the other way, m ← ∓1. So the search costs one extra refresh, and still covers decades.
 
     γ is to follow λ where λ moves fast: after a change by more than `drift` the inverse is refreshed at
     once, and √(λ + η) is the other value.
@@ -25,17 +24,21 @@ class AdaptiveGamma:
     confirm less than `trusted` of what M predicts, γ stays.
 
     Args:
+        factor: per iteration; the paper's √(19/20) [MG15 §6.6].
         drift: the factor.
         trusted: the share.
         minimum: the smallest γ that is tried; None for √η, or 1e-4 where that is smaller.
     """
 
+    factor: float = (19 / 20) ** 0.5
     drift: float = 10.0
     trusted: float = 0.5
     minimum: float | None = None
     criterion: Literal["model"] = "model"
 
     def __post_init__(self) -> None:
+        if not 0 < self.factor < 1:
+            raise ValueError(f"AdaptiveGamma's factor lies in (0, 1); got {self.factor}.")
         if not self.drift > 1:
             raise ValueError(f"AdaptiveGamma's drift is a factor above 1; got {self.drift}.")
         if not 0 <= self.trusted <= 1:
@@ -49,33 +52,23 @@ class AdaptiveGamma:
         return max(math.sqrt(lambda_ + weight_decay), self._minimum(weight_decay))
 
     def candidates(
-        self,
-        iteration: int,
-        gamma: float,
-        lambda_: float,
-        weight_decay: float,
-        move: float,
-        drifted: bool,
-        confirmed: float,
+        self, iteration: int, gamma: float, lambda_: float, weight_decay: float, past: Past
     ) -> tuple[float, ...]:
-        if iteration == 1 or (confirmed < self.trusted and not drifted):
+        if iteration == 1 or not (past.drifted or past.confirmed >= self.trusted):
             return (gamma,)
-        other = gamma * math.exp(move or _FIRST_MOVE)
-        if drifted:
+        other = gamma * self.factor ** ((past.move or 1.0) * past.elapsed)
+        if past.drifted:
             other = math.sqrt(lambda_ + weight_decay)
-        other = max(other, self._minimum(weight_decay))
-        return tuple(dict.fromkeys((gamma, other)))
+        return tuple(dict.fromkeys((gamma, max(other, self._minimum(weight_decay)))))
 
     def moved(self, move: float, candidates: tuple[float, ...], chosen: float) -> float:
+        move = move or 1.0
         if len(candidates) < 2:
-            return -_FIRST_MOVE if move < 0 else _FIRST_MOVE
-        gamma, other = candidates
-        tried = math.log(other / gamma)
-        if chosen == other:
-            return math.copysign(min(1.5 * abs(tried), _LONGEST), tried)
-        if abs(tried) < 2 * _SHORTEST:
-            return math.copysign(_FIRST_MOVE, -tried)
-        return -tried / 2
+            # Nothing tried, or the floor below: what was learned stays, and at the floor up is left.
+            return -move if candidates and chosen <= self._minimum(0.0) else move
+        if chosen == candidates[1]:
+            return math.copysign(min(1.5 * abs(move), _LONGEST), move)
+        return -math.copysign(1.0, move)
 
     def due(self, inverse_lambda: float, lambda_: float) -> bool:
         if inverse_lambda == 0 or lambda_ == 0:

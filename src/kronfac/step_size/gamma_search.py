@@ -9,6 +9,23 @@ from typing import Literal, Protocol
 FLOOR = 1e-4
 
 
+@dataclass(frozen=True)
+class Past:
+    """What a rule may want to know besides γ, λ and η."""
+
+    move: float = 0.0
+    """What `moved` returned at the refresh before; 0 at the first."""
+    elapsed: int = 1
+    """Iterations since that refresh."""
+    drifted: bool = False
+    """Whether `due` made this refresh."""
+    confirmed: float = 1.0
+    """What part of M's predictions the next mini-batches confirmed of late; 1 where that is not known."""
+
+
+_NOTHING = Past()
+
+
 class GammaRule(Protocol):
     """How γ starts and moves."""
 
@@ -22,27 +39,9 @@ class GammaRule(Protocol):
         ...
 
     def candidates(
-        self,
-        iteration: int,
-        gamma: float,
-        lambda_: float,
-        weight_decay: float,
-        move: float,
-        drifted: bool,
-        confirmed: float,
+        self, iteration: int, gamma: float, lambda_: float, weight_decay: float, past: Past
     ) -> tuple[float, ...]:
-        """The γ to try where the inverse is refreshed, γ as it was first.
-
-        Args:
-            iteration: k.
-            gamma: as it was.
-            lambda_: as it is.
-            weight_decay: η.
-            move: what `moved` returned at the refresh before; 0 at the first.
-            drifted: whether `due` made this refresh.
-            confirmed: what part of M's predictions the next mini-batches confirmed of late; 1 where
-                that is not known.
-        """
+        """The γ to try where the inverse is refreshed, γ as it was first."""
         ...
 
     def moved(self, move: float, candidates: tuple[float, ...], chosen: float) -> float:
@@ -114,9 +113,7 @@ class GammaSearch(_Regular):
         gamma: float,
         lambda_: float,
         weight_decay: float,
-        move: float = 0.0,
-        drifted: bool = False,
-        confirmed: float = 1.0,
+        past: Past = _NOTHING,
     ) -> tuple[float, ...]:
         if iteration % self.interval:
             return (gamma,)
@@ -159,9 +156,7 @@ class FixedGamma(_Regular):
         gamma: float,
         lambda_: float,
         weight_decay: float,
-        move: float = 0.0,
-        drifted: bool = False,
-        confirmed: float = 1.0,
+        past: Past = _NOTHING,
     ) -> tuple[float, ...]:
         return (gamma,)
 
@@ -187,9 +182,7 @@ class TiedGamma(_Regular):
         gamma: float,
         lambda_: float,
         weight_decay: float,
-        move: float = 0.0,
-        drifted: bool = False,
-        confirmed: float = 1.0,
+        past: Past = _NOTHING,
     ) -> tuple[float, ...]:
         return (math.sqrt(lambda_ + weight_decay),)
 
