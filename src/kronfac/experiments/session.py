@@ -9,8 +9,15 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from kronfac.errors import KronfacError
 from kronfac.experiments.config import TrainConfig
-from kronfac.experiments.optimizers import DivergedError, StepNumbers, Stepper, make_stepper
+from kronfac.experiments.optimizers import (
+    DivergedError,
+    StepNumbers,
+    Stepper,
+    TrainingFailedError,
+    make_stepper,
+)
 from kronfac.experiments.task import Task
 from kronfac.likelihoods.base import Likelihood
 from kronfac.training import ExponentialBatchSize, ScheduledBatchSampler, averaged
@@ -45,6 +52,11 @@ class Session:
         self._task = task
         x = task.train.inputs
         self.model: nn.Module = task.make_model(config.seed).to(x.device, x.dtype)
+        # A copy of the model, so before an optimizer may leave its hooks there.
+        self._average_from = config.average or 0
+        self.average: AveragedModel | None = None
+        if self._average_from:
+            self.average = averaged(self.model, DECAY)
         self._stepper = make(config, self.model, task.loss)
         cases = len(task.train)
         if config.batch == "paper":
@@ -52,10 +64,6 @@ class Session:
         else:
             size = config.batch
         self._sampler = ScheduledBatchSampler(cases, size, seed=config.seed)
-        self._average_from = config.average or 0
-        self.average: AveragedModel | None = None
-        if self._average_from:
-            self.average = averaged(self.model, DECAY)
         self.iteration = 0
         self.cases = 0
         self.seconds = 0.0
@@ -144,6 +152,22 @@ class Session:
         torch.set_rng_state(state["random"].cpu())
         if state["device_random"] is not None:
             torch.cuda.set_rng_state(state["device_random"].cpu(), self._task.train.inputs.device)
+
+
+def step_or_explain(session: Session) -> dict[str, Any]:
+    """One iteration; whatever goes wrong in it is an error that names the iteration.
+
+    Raises:
+        DivergedError: the optimizer left the numbers behind.
+        TrainingFailedError: anything else that a step may raise.
+    """
+    try:
+        return session.step()
+    except DivergedError as error:
+        raise DivergedError(f"Iteration {session.iteration + 1}: {error}") from error
+    except (KronfacError, ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise TrainingFailedError(f"Iteration {session.iteration + 1}: {reason}") from error
 
 
 def _synchronize(device: torch.device) -> None:
