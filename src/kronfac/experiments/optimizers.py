@@ -69,6 +69,10 @@ class Stepper(Protocol):
         ...
 
 
+StepperMaker = Callable[[TrainConfig, nn.Module, Likelihood], Stepper]
+"""Makes an optimizer from a resolved configuration."""
+
+
 def make_stepper(config: TrainConfig, model: nn.Module, loss: Likelihood) -> Stepper:
     """The optimizer that a resolved configuration describes."""
     if config.optimizer == "kfac":

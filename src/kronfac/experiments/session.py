@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ from kronfac.experiments.config import TrainConfig
 from kronfac.experiments.optimizers import (
     DivergedError,
     StepNumbers,
-    Stepper,
+    StepperMaker,
     TrainingFailedError,
     make_stepper,
 )
 from kronfac.experiments.task import Task
-from kronfac.likelihoods.base import Likelihood
 from kronfac.training import ExponentialBatchSize, ScheduledBatchSampler, averaged
 
 FIRST_BATCH, BATCH_GROWTH = 1000, 500
@@ -46,7 +44,7 @@ class Session:
         self,
         config: TrainConfig,
         task: Task,
-        make: Callable[[TrainConfig, nn.Module, Likelihood], Stepper] = make_stepper,
+        make: StepperMaker = make_stepper,
     ) -> None:
         torch.manual_seed(config.seed)
         self._task = task
