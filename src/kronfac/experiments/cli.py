@@ -91,6 +91,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "step_command",
                 "a step of K-FAC over one of SGD, by part",
             ),
+            "race": Command(
+                "bench.race",
+                "RaceConfig",
+                "race_command",
+                "seconds to fixed training errors, K-FAC against its tuned peers",
+            ),
         },
     ),
     "data": Command(
