@@ -91,6 +91,18 @@ COMMANDS: dict[str, Command | Group] = {
                 "step_command",
                 "a step of K-FAC over one of SGD, by part",
             ),
+            "refresh": Command(
+                "bench.refresh",
+                "RefreshConfig",
+                "refresh_command",
+                "seconds to refresh the inverse, by width and method",
+            ),
+            "scaling": Command(
+                "bench.scaling",
+                "ScalingConfig",
+                "scaling_command",
+                "time and memory of a step by width, depth, batch and outputs",
+            ),
             "race": Command(
                 "bench.race",
                 "RaceConfig",

@@ -1,13 +1,11 @@
 """Puts the page together and writes it."""
 
 import json
-import os
 import platform
 import re
 import shlex
 from dataclasses import dataclass
 from html import escape
-from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from string import Template
@@ -17,7 +15,8 @@ import tyro
 from plotly.offline import get_plotlyjs
 
 from kronfac.experiments.report import sections
-from kronfac.experiments.report.runs import ReportError, Run, read_runs
+from kronfac.experiments.report.files import packaged, write_page
+from kronfac.experiments.report.runs import Run, read_runs
 from kronfac.experiments.report.series import plot_data
 from kronfac.experiments.report.styles import run_styles
 from kronfac.experiments.report.tables import best_first, summary_table, verdict
@@ -79,9 +78,9 @@ class Page:
     def html(self) -> str:
         """The whole of it."""
         plotly = get_plotlyjs()
-        return Template(_file("page.html")).substitute(
+        return Template(packaged("page.html")).substitute(
             title=escape(self.title),
-            css=_file("page.css"),
+            css=packaged("page.css"),
             verdict=self.verdict,
             links="\n".join(
                 f'<a href="#{anchor}">{heading}</a>' for anchor, heading, _ in self.sections
@@ -97,30 +96,13 @@ class Page:
             versions=escape(_versions(plotly)),
             data=_script_json(self.data),
             plotly=plotly,
-            js=_file("page.js"),
+            js=packaged("page.js"),
         )
-
-
-def write_page(page: Page, path: Path) -> Path:
-    """Write it and return where it is; an earlier one is replaced at once or not at all."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A folder's name may hold bytes that are no text.
-        unfinished.write_bytes(page.html.encode("utf-8", errors="replace"))
-        os.replace(unfinished, path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise ReportError(
-            f"The report cannot be written to '{path}': {error.strerror}. "
-            "Name another file with --output."
-        ) from error
-    return path
 
 
 def write_report(config: ReportConfig) -> Path:
     """Write the page about the runs and return where it is."""
-    return write_page(page_of(read_runs(config.runs), config.command), config.output)
+    return write_page(page_of(read_runs(config.runs), config.command).html, config.output)
 
 
 def page_of(runs: list[Run], command: str) -> Page:
@@ -171,7 +153,3 @@ def _script_json(data: object) -> str:
     """JSON that cannot end the script element it stands in."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
-
-
-def _file(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -90,7 +90,7 @@ def summary_table(runs: list[Run], swatches: dict[str, str]) -> str:
             + "".join(f"<td>{cell}</td>" for cell in cells)
             + "</tr>"
         )
-    return html_table("Runs, best first", f"<tr>{head}</tr>", body, "summary-table")
+    return scrolling_table("Runs, best first", f"<tr>{head}</tr>", body, "summary-table")
 
 
 def parts_table(runs: list[Run]) -> str:
@@ -105,7 +105,7 @@ def parts_table(runs: list[Run]) -> str:
     sums = "".join(f"<td>{number(sum(run.parts.values()))}</td>" for run in runs)
     rows.append(f'<tr class="sum"><th scope="row">together</th>{sums}</tr>')
     head = '<tr><th scope="col">part</th>' + _run_headings(runs) + "</tr>"
-    return html_table("Milliseconds an iteration by part", head, rows, "parts-table")
+    return scrolling_table("Milliseconds an iteration by part", head, rows, "parts-table")
 
 
 def configuration_table(runs: list[Run]) -> str:
@@ -123,7 +123,7 @@ def configuration_table(runs: list[Run]) -> str:
             + "</tr>"
         )
     head = '<tr><th scope="col">setting</th>' + _run_headings(runs) + "</tr>"
-    return html_table("Configuration", head, rows, "configuration-table")
+    return scrolling_table("Configuration", head, rows, "configuration-table")
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, str]:
@@ -164,7 +164,7 @@ def _run_headings(runs: list[Run]) -> str:
     return "".join(f'<th scope="col">{escape(run.name)}</th>' for run in runs)
 
 
-def html_table(caption: str, head: str, rows: list[str], name: str) -> str:
+def scrolling_table(caption: str, head: str, rows: list[str], name: str) -> str:
     """A table that scrolls sideways by itself, also with the keyboard."""
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'

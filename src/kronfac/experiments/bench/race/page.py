@@ -9,12 +9,13 @@ from kronfac.experiments.bench.race.peers import Peer
 from kronfac.experiments.bench.race.running import Race
 from kronfac.experiments.bench.race.standings import HEADINGS, lines_of
 from kronfac.experiments.bench.race.table import explanation, remarks, title
-from kronfac.experiments.report.page import Page, write_page
+from kronfac.experiments.report.files import write_page
+from kronfac.experiments.report.page import Page
 from kronfac.experiments.report.runs import Run
 from kronfac.experiments.report.sections import axis_controls, plot
 from kronfac.experiments.report.series import plot_data
 from kronfac.experiments.report.styles import RunStyle, run_styles
-from kronfac.experiments.report.tables import html_table
+from kronfac.experiments.report.tables import scrolling_table
 
 PAGE = "race.html"
 
@@ -37,7 +38,7 @@ def write(race: Race) -> Path:
         command=race.config.command,
         data=data,
     )
-    return write_page(page, race.config.folder / PAGE)
+    return write_page(page.html, race.config.folder / PAGE)
 
 
 def _data(race: Race, contests: tuple[Contest, ...], styles: dict[str, RunStyle]) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def _section(race: Race, contest: Contest, styles: dict[str, RunStyle]) -> str:
             + "</tr>"
         )
     head = "".join(f'<th scope="col">{heading}</th>' for heading in HEADINGS)
-    table = html_table(title(contest), f"<tr>{head}</tr>", rows, f"table-{contest.problem}")
+    table = scrolling_table(title(contest), f"<tr>{head}</tr>", rows, f"table-{contest.problem}")
     drawn = plot(f"errors-{contest.problem}", label, errors=contest.problem)
     return f'<p class="note">{escape(title(contest))}</p>{table}{drawn}'
 
@@ -84,4 +85,4 @@ def _grids(race: Race) -> str:
         for label, setup, grid in remarks(race)
     ]
     head = '<tr><th scope="col"></th><th scope="col">set up</th><th scope="col">grid</th></tr>'
-    return html_table("Grids", head, rows, "grids-table")
+    return scrolling_table("Grids", head, rows, "grids-table")
