@@ -49,7 +49,7 @@ def environment(folder: Path, say: Callable[[str], None]) -> Path:
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     if (folder / READY).is_file():
         return python
-    say(f"Making an environment for kfac-jax in {folder}, half a gigabyte.")
+    say(f"Making an environment for kfac-jax in {folder}, 0.7 gigabytes.")
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     try:
         venv.create(folder, with_pip=True, clear=True)

@@ -1,7 +1,8 @@
 """Muon in float32: momentum on matrices made orthogonal, AdamW for everything else.
 
-`torch.optim.Muon` runs its Newton–Schulz iteration in bfloat16, for which a CPU has no fast product: a
-step on the MNIST autoencoder takes 20 s there. The iteration here is the same one in float32.
+`torch.optim.Muon` runs its Newton–Schulz iteration in bfloat16, for which a CPU need not have a fast
+product: a step on the MNIST autoencoder's matrices took 1.6 s, and 0.5 s in float32, on the machine of
+`docs/results`. The iteration here is the same one in float32.
 """
 
 from collections.abc import Callable, Iterable

@@ -188,7 +188,7 @@ def _singd(model: nn.Module, point: Point, eta: float) -> torch.optim.Optimizer:
 
 
 SHAMPOO_EVERY = 20
-"""Steps between two inverse roots, which take some 4 s on the MNIST autoencoder; the package has 1000."""
+"""Steps between two inverse roots, which take seconds on the MNIST autoencoder; the package has 1000."""
 COLLECTION = Package("pytorch_optimizer", "pytorch-optimizer==4.1.0", "Apache-2.0")
 SINGD = Package("singd", "singd==0.0.5", "MIT")
 KFAC = Peer(
