@@ -93,8 +93,8 @@ def test_only_the_command_that_is_called_is_imported():
 MISTAKES = {
     "bench stpe": "kronfac bench: no command 'stpe'; there are step",
     "trian": "no command 'trian'; there are train,",
-    "train": "Name one PROBLEM (curves, mnist, faces, mnist16)",
-    "train mnits": "PROBLEM is one of curves, mnist, faces, mnist16",
+    "train": "Name one PROBLEM (curves, mnist, faces, mnist16, friedman)",
+    "train mnits": "PROBLEM is one of curves, mnist, faces, mnist16, friedman",
     "train curves mnist": "mnist",
     "train curves --data x.npz --layers 3,2": "Name one PROBLEM",
     "train --data x.npz": "--data needs --layers",

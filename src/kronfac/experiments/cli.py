@@ -115,6 +115,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "starts_command",
                 "cases to fixed errors from several λ₀: does it matter where λ starts?",
             ),
+            "race": Command(
+                "bench.race",
+                "RaceConfig",
+                "race_command",
+                "seconds to fixed training errors, K-FAC against its tuned peers",
+            ),
         },
     ),
     "data": Command(

@@ -73,6 +73,10 @@ class Stepper(Protocol):
         ...
 
 
+StepperMaker = Callable[[TrainConfig, nn.Module, Likelihood], Stepper]
+"""Makes an optimizer from a resolved configuration."""
+
+
 def make_stepper(config: TrainConfig, model: nn.Module, loss: Likelihood) -> Stepper:
     """The optimizer that a resolved configuration describes."""
     if config.optimizer == "kfac":
@@ -141,36 +145,28 @@ class KfacStepper:
         )
 
 
-class FirstOrderStepper:
-    """Nesterov momentum, or a class of `torch.optim` with its own defaults.
+class ClosureStepper:
+    """An optimizer that wants nothing but the loss and its gradient.
 
-    An optimizer with an argument `weight_decay` gets η there; to others the closure gives the loss
-    and the gradient of the objective with the term η/2 ‖θ‖².
+    Args:
+        name: For messages.
+        optimizer: On the model's parameters.
+        model: Its parameters get the gradients.
+        loss: Averaged over the rows.
+        closure_decay: η of the term η/2 ‖θ‖², where the optimizer does not see to it by itself.
     """
 
-    def __init__(self, config: TrainConfig, model: nn.Module, loss: Likelihood) -> None:
-        self._name = config.optimizer
+    def __init__(
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        loss: Likelihood,
+        closure_decay: float = 0.0,
+    ) -> None:
+        self._name, self.optimizer = name, optimizer
         self._model, self._loss = model, loss
-        parameters = list(model.parameters())
-        eta = config.weight_decay or 0.0
-        options = config.first_order
-        if config.optimizer == "nag":
-            assert options.lr is not None
-            assert options.mu_max is not None
-            self.optimizer: torch.optim.Optimizer = NesterovMomentum(
-                parameters, lr=options.lr, mu_max=options.mu_max, weight_decay=eta
-            )
-            self._closure_decay = 0.0
-            return
-        kind: Callable[..., torch.optim.Optimizer] = TORCH_OPTIMIZERS[config.optimizer]
-        accepted = inspect.signature(kind).parameters
-        arguments = {"weight_decay": eta} if "weight_decay" in accepted else {}
-        if options.lr is not None:
-            if not 0 < options.lr < math.inf:
-                raise ValueError(f"--lr is positive and finite; got {options.lr}.")
-            arguments["lr"] = options.lr
-        self.optimizer = kind(parameters, **arguments)
-        self._closure_decay = 0.0 if "weight_decay" in accepted else eta
+        self._closure_decay = closure_decay
 
     def start(self) -> StepNumbers:
         """Nothing but the learning rate and the first μ."""
@@ -229,3 +225,33 @@ class FirstOrderStepper:
             return momentum_at(group["updates"], group["mu_max"])
         momentum = group.get("momentum")
         return float(momentum) if isinstance(momentum, int | float) else None
+
+
+class FirstOrderStepper(ClosureStepper):
+    """Nesterov momentum, or a class of `torch.optim` with its own defaults.
+
+    An optimizer with an argument `weight_decay` gets η there; to others the closure gives the loss
+    and the gradient of the objective with the term η/2 ‖θ‖².
+    """
+
+    def __init__(self, config: TrainConfig, model: nn.Module, loss: Likelihood) -> None:
+        parameters = list(model.parameters())
+        eta = config.weight_decay or 0.0
+        options = config.first_order
+        if config.optimizer == "nag":
+            assert options.lr is not None
+            assert options.mu_max is not None
+            baseline = NesterovMomentum(
+                parameters, lr=options.lr, mu_max=options.mu_max, weight_decay=eta
+            )
+            super().__init__(config.optimizer, baseline, model, loss)
+            return
+        kind: Callable[..., torch.optim.Optimizer] = TORCH_OPTIMIZERS[config.optimizer]
+        accepted = inspect.signature(kind).parameters
+        arguments = {"weight_decay": eta} if "weight_decay" in accepted else {}
+        if options.lr is not None:
+            if not 0 < options.lr < math.inf:
+                raise ValueError(f"--lr is positive and finite; got {options.lr}.")
+            arguments["lr"] = options.lr
+        decay = 0.0 if "weight_decay" in accepted else eta
+        super().__init__(config.optimizer, kind(parameters, **arguments), model, loss, decay)

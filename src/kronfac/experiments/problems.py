@@ -1,4 +1,4 @@
-"""The three deep autoencoders of [MG15 §13] and the small classifier of [MG15 §3].
+"""The three deep autoencoders of [MG15 §13], the small classifier of [MG15 §3], and a regression.
 
 The problems are those of Hinton and Salakhutdinov (2006), as the authors' program sets them up:
 logistic hidden units, a linear code layer, sparse initialisation. Models end in a linear layer,
@@ -20,6 +20,7 @@ from kronfac.training import sparse_
 Loss = Literal["bernoulli", "gaussian"]
 
 CLASSIFIER_LAYERS = (256, 20, 20, 20, 20, 20, 10)
+REGRESSION_LAYERS = (10, 50, 50, 50, 1)
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,18 @@ def classifier_model(seed: int) -> nn.Sequential:
     The paper does not say how it was initialised. Here it is Glorot and Bengio's (2010) uniform
     initialisation, which was made for tanh: W ~ U(−r, r), r = √(6 / (in + out)), biases 0.
     """
+    return _tanh_network(CLASSIFIER_LAYERS, seed)
+
+
+def regression_model(seed: int) -> nn.Sequential:
+    """A tanh network for `friedman`, initialised as the classifier is; its output is the prediction."""
+    return _tanh_network(REGRESSION_LAYERS, seed)
+
+
+def _tanh_network(widths: tuple[int, ...], seed: int) -> nn.Sequential:
     generator = torch.Generator().manual_seed(seed)
     modules: list[nn.Module] = []
-    for layer in _linear_layers(CLASSIFIER_LAYERS):
+    for layer in _linear_layers(widths):
         nn.init.xavier_uniform_(layer.weight, generator=generator)
         nn.init.zeros_(layer.bias)
         modules += [layer, nn.Tanh()]

@@ -2,17 +2,23 @@
 
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from kronfac.errors import KronfacError
 from kronfac.experiments.config import TrainConfig
-from kronfac.experiments.optimizers import DivergedError, StepNumbers, Stepper, make_stepper
+from kronfac.experiments.optimizers import (
+    DivergedError,
+    StepNumbers,
+    Stepper,
+    StepperMaker,
+    TrainingFailedError,
+    make_stepper,
+)
 from kronfac.experiments.task import Task
-from kronfac.likelihoods.base import Likelihood
 from kronfac.optimizer import KFAC
 from kronfac.training import (
     AdaptiveBatchSampler,
@@ -45,18 +51,19 @@ class Session:
         self,
         config: TrainConfig,
         task: Task,
-        make: Callable[[TrainConfig, nn.Module, Likelihood], Stepper] = make_stepper,
+        make: StepperMaker = make_stepper,
     ) -> None:
         torch.manual_seed(config.seed)
         self._task = task
         x = task.train.inputs
         self.model: nn.Module = task.make_model(config.seed).to(x.device, x.dtype)
-        self._stepper = make(config, self.model, task.loss)
-        self._sampler = _sampler(config, len(task.train), self._stepper)
+        # A copy of the model, so before an optimizer may leave its hooks there.
         self._average_from = config.average or 0
         self.average: AveragedModel | None = None
         if self._average_from:
             self.average = averaged(self.model, DECAY)
+        self._stepper = make(config, self.model, task.loss)
+        self._sampler = _sampler(config, len(task.train), self._stepper)
         self.iteration = 0
         self.cases = 0
         self.seconds = 0.0
@@ -156,6 +163,22 @@ def _sampler(config: TrainConfig, cases: int, stepper: Stepper) -> ScheduledBatc
     if config.batch == "paper":
         size = ExponentialBatchSize(min(FIRST_BATCH, cases), cases, BATCH_GROWTH)
     return ScheduledBatchSampler(cases, size, seed=config.seed)
+
+
+def step_or_explain(session: Session) -> dict[str, Any]:
+    """One iteration; whatever goes wrong in it is an error that names the iteration.
+
+    Raises:
+        DivergedError: the optimizer left the numbers behind.
+        TrainingFailedError: anything else that a step may raise.
+    """
+    try:
+        return session.step()
+    except DivergedError as error:
+        raise DivergedError(f"Iteration {session.iteration + 1}: {error}") from error
+    except (KronfacError, ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise TrainingFailedError(f"Iteration {session.iteration + 1}: {reason}") from error
 
 
 def _synchronize(device: torch.device) -> None:

@@ -21,10 +21,10 @@ from kronfac.experiments.evaluation import (
 )
 from kronfac.experiments.interrupt import Interrupts
 from kronfac.experiments.machine import usable_device
-from kronfac.experiments.optimizers import DivergedError, TrainingFailedError
+from kronfac.experiments.optimizers import DivergedError
 from kronfac.experiments.progress import Display, number
 from kronfac.experiments.run_directory import RunDirectory, RunError
-from kronfac.experiments.session import Session
+from kronfac.experiments.session import Session, step_or_explain
 from kronfac.experiments.task import Task, load_task
 
 CHANGEABLE = {"limits.iterations", "limits.seconds", "limits.until_error"}
@@ -243,7 +243,7 @@ def _loop(
             _snapshot(task, session, directory)
         while True:
             before = session.seconds
-            row = _step(session)
+            row = step_or_explain(session)
             reason = _reached(replace(config.limits, until_error=None), session)
             due = schedule.due(session.iteration, before, session.seconds)
             record(row, evaluated=due or reason is not None)
@@ -266,16 +266,6 @@ def _loop(
 
 def _resume_command(path: Path) -> str:
     return shlex.join(["kronfac", "train", "--resume", str(path)])
-
-
-def _step(session: Session) -> dict[str, Any]:
-    try:
-        return session.step()
-    except DivergedError as error:
-        raise DivergedError(f"Iteration {session.iteration + 1}: {error}") from error
-    except (KronfacError, ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise TrainingFailedError(f"Iteration {session.iteration + 1}: {reason}") from error
 
 
 def _snapshot(task: Task, session: Session, directory: RunDirectory) -> None:

@@ -1,15 +1,32 @@
 """The file that a command with many short trials keeps, so that none of them is run twice."""
 
 import json
-from collections.abc import Callable, Iterable
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kronfac.experiments.machine import machine, versions
 from kronfac.experiments.run_directory import RunError, write_json
+from kronfac.experiments.train import TrainingInterruptedError
 
 T = TypeVar("T")
+
+
+@contextmanager
+def finished_are_kept(folder: Path) -> Iterator[None]:
+    """Where a trial may be interrupted: what has ended is in the file, and the message says so.
+
+    Raises:
+        TrainingInterruptedError: for Ctrl-C.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        message = f"Stopped; the finished runs are in {folder}. Continue with the same command."
+        raise TrainingInterruptedError(message, signal.SIGINT) from stop
 
 
 def write_trials(path: Path, settings: dict[str, Any], trials: Iterable[Any]) -> None:

@@ -37,7 +37,7 @@ class AblateConfig:
     problem: Annotated[
         str | None, tyro.conf.Positional, hint("PROBLEM", "mnist, or none with --data")
     ] = None
-    """curves, mnist, faces or mnist16."""
+    """curves, mnist, faces, mnist16 or friedman."""
     data: Annotated[Path | None, hint("FILE.npz", "none")] = None
     """Your own cases, as for kronfac train."""
     layers: Annotated[str | None, hint("WIDTHS", "none")] = None

@@ -8,7 +8,7 @@ Heskes computed G exactly and afresh; his row here has K-FAC's statistics (a sam
 averages, τ₁ = 1/8), and is about damping alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,12 @@ from torch import Tensor, nn
 
 from kronfac import presets
 from kronfac.experiments.config import FirstOrderOptions, KfacOptions, TrainConfig
-from kronfac.experiments.optimizers import FirstOrderStepper, KfacStepper, Stepper
+from kronfac.experiments.optimizers import (
+    FirstOrderStepper,
+    KfacStepper,
+    Stepper,
+    StepperMaker,
+)
 from kronfac.factors import KroneckerFactors
 from kronfac.inverses import ApproximateInverse, BlockDiagonalInverse, DampedInverse
 from kronfac.inverses.base import Matrices
@@ -41,10 +46,6 @@ LONG = 5
 """Times as many iterations for first-order rows, whose iterations do less and cost less."""
 
 
-Maker = Callable[[TrainConfig, nn.Module, Likelihood], Stepper]
-"""Makes an optimizer from a resolved configuration, of which λ₀, η and the seed count."""
-
-
 @dataclass(frozen=True)
 class Row:
     """A line of the table.
@@ -60,12 +61,12 @@ class Row:
 
     name: str
     section: str
-    variants: dict[str, Maker]
+    variants: dict[str, StepperMaker]
     against: str = WHOLE
     stretch: int = 1
 
 
-def _kfac(*, lambda_factor: float = 1.0, samples: int = 1, **changes: Any) -> Maker:
+def _kfac(*, lambda_factor: float = 1.0, samples: int = 1, **changes: Any) -> StepperMaker:
     """K-FAC with the paper's constants, λ₀ of the configuration times a factor, and these changes."""
 
     def make(config: TrainConfig, model: nn.Module, loss: Likelihood) -> Stepper:
@@ -80,7 +81,7 @@ def _kfac(*, lambda_factor: float = 1.0, samples: int = 1, **changes: Any) -> Ma
     return make
 
 
-def _nesterov(lr: float) -> Maker:
+def _nesterov(lr: float) -> StepperMaker:
     def make(config: TrainConfig, model: nn.Module, loss: Likelihood) -> Stepper:
         # μ rises to 1 − 1/(2n) in its n-th 250 iterations, so μ_max hardly matters in so few.
         first_order = FirstOrderOptions(lr, mu_max=0.99)
@@ -90,7 +91,7 @@ def _nesterov(lr: float) -> Maker:
     return make
 
 
-def _only(maker: Maker) -> dict[str, Maker]:
+def _only(maker: StepperMaker) -> dict[str, StepperMaker]:
     return {"": maker}
 
 
@@ -141,11 +142,11 @@ class PlainStep(RawStep):
         return Step((self.alpha,), float(r[0]) / 2)
 
 
-def _heskes(gamma: float) -> Maker:
+def _heskes(gamma: float) -> StepperMaker:
     return _kfac(gamma=FixedGamma(gamma), step_size=RawStep(), inverse=_norm("one"))
 
 
-def _plain_tikhonov(factor: float) -> Maker:
+def _plain_tikhonov(factor: float) -> StepperMaker:
     return _kfac(inverse=EXACT, gamma=TiedGamma(), step_size=PlainStep(), lambda_factor=factor)
 
 

@@ -1,7 +1,6 @@
 """Runs the rows; every run is written down when it ends, and none is run twice."""
 
 import math
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,8 +16,7 @@ from kronfac.experiments.optimizers import DivergedError
 from kronfac.experiments.progress import number
 from kronfac.experiments.session import Session
 from kronfac.experiments.task import Task
-from kronfac.experiments.train import TrainingInterruptedError
-from kronfac.experiments.trials_file import read_trials, write_trials
+from kronfac.experiments.trials_file import finished_are_kept, read_trials, write_trials
 
 RESULT = "ablate.json"
 MARKS = (0.25, 0.5, 1.0)
@@ -81,9 +79,8 @@ def run_trials(config: AblateConfig, task: Task, rows: Sequence[Row], console: C
                 if (row.name, variant, seed) in trials:
                     progress.advance(bar, row.stretch * sizes.iterations)
                     continue
-                trial = _run_or_explain(
-                    config, task, row, variant, seed, lambda: progress.advance(bar)
-                )
+                with finished_are_kept(config.folder):
+                    trial = _run(config, task, row, variant, seed, lambda: progress.advance(bar))
                 trials[row.name, variant, seed] = trial
                 write_trials(path, settings, trials.values())
                 name = f"{row.name}, {variant}" if variant else row.name
@@ -103,18 +100,6 @@ def _order(row: Row, seeds: int, trials: Trials) -> Iterator[tuple[str, int]]:
 def best_variant(row: Row, trials: Trials) -> str:
     """The one with the lowest error at the end on the first seed."""
     return min(row.variants, key=lambda variant: trials[row.name, variant, 0].end)
-
-
-def _run_or_explain(
-    config: AblateConfig, task: Task, row: Row, variant: str, seed: int, tick: Callable[[], None]
-) -> Trial:
-    try:
-        return _run(config, task, row, variant, seed, tick)
-    except KeyboardInterrupt as stop:
-        message = (
-            f"Stopped; the finished runs are in {config.folder}. Continue with the same command."
-        )
-        raise TrainingInterruptedError(message, signal.SIGINT) from stop
 
 
 def _run(

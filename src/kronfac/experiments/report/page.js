@@ -39,7 +39,7 @@
       x: one("x", "iteration"),
       xScale: one("x-scale", "linear"),
       yScale: one("y-scale", "log"),
-      quantities: pressed("quantity"),
+      quantities: document.querySelector('button[data-control="quantity"]') ? pressed("quantity") : ["train_error"],
       runs: data.runs.filter((_, index) => !chips || shown.has(index)),
     };
   }
@@ -116,11 +116,10 @@
     };
   }
 
-  function drawErrors(chosen) {
-    const plot = document.getElementById("error-plot");
-    if (!plot) return;
+  // A page with runs on several problems has a plot for each group of them.
+  function drawErrors(plot, chosen) {
     const curves = [];
-    for (const run of chosen.runs) {
+    for (const run of chosen.runs.filter((run) => (run.group ?? "") === plot.dataset.errors)) {
       for (const name of chosen.quantities) {
         const series = run.errors[name];
         if (!series || !series[chosen.x]) continue;
@@ -226,7 +225,7 @@
 
   function draw() {
     const chosen = choices();
-    drawErrors(chosen);
+    for (const plot of document.querySelectorAll(".plot[data-errors]")) drawErrors(plot, chosen);
     for (const plot of document.querySelectorAll(".plot[data-trace]")) drawTrace(plot, chosen);
     drawTime(chosen);
   }

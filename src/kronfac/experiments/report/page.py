@@ -9,7 +9,7 @@ from html import escape
 from importlib.metadata import version
 from pathlib import Path
 from string import Template
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from plotly.offline import get_plotlyjs
@@ -22,6 +22,10 @@ from kronfac.experiments.report.styles import run_styles
 from kronfac.experiments.report.tables import best_first, summary_table, verdict
 
 DEFAULT_OUTPUT = Path("report.html")
+HOW_TO_READ = """Best first. Errors are those of the last evaluation. <em>Averaged</em> is the training
+error of the averaged parameters, <em>better of both</em> the smaller of the current and the averaged one.
+<em>Cases</em> counts every training case as often as it was used; <em>seconds</em> are those of the
+optimizer, without evaluation."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,63 @@ class ReportConfig:
         return shlex.join(words)
 
 
+@dataclass(frozen=True)
+class Page:
+    """What a page of this kind consists of; HTML where nothing else is said.
+
+    Args:
+        title: Text.
+        verdict: The outcome in a sentence.
+        summary: What stands on top.
+        note: How to read it.
+        sections: Anchor, heading and content of each.
+        command: Text: what to type for the same page.
+        data: What `page.js` draws, as `series.plot_data` makes it.
+        warnings: Below the note.
+    """
+
+    title: str
+    verdict: str
+    summary: str
+    note: str
+    sections: list[tuple[str, str, str]]
+    command: str
+    data: dict[str, Any]
+    warnings: str = ""
+
+    @property
+    def html(self) -> str:
+        """The whole of it."""
+        plotly = get_plotlyjs()
+        return Template(packaged("page.html")).substitute(
+            title=escape(self.title),
+            css=packaged("page.css"),
+            verdict=self.verdict,
+            links="\n".join(
+                f'<a href="#{anchor}">{heading}</a>' for anchor, heading, _ in self.sections
+            ),
+            summary=self.summary,
+            note=self.note,
+            notes=self.warnings,
+            sections="\n".join(
+                f'<section id="{anchor}">\n<h2>{heading}</h2>\n{content}\n</section>'
+                for anchor, heading, content in self.sections
+            ),
+            command=escape(self.command),
+            versions=escape(_versions(plotly)),
+            data=_script_json(self.data),
+            plotly=plotly,
+            js=packaged("page.js"),
+        )
+
+
 def write_report(config: ReportConfig) -> Path:
-    """Write the page and return where it is; an earlier one is replaced at once or not at all."""
-    return write_page(render(read_runs(config.runs), config.command), config.output)
+    """Write the page about the runs and return where it is."""
+    return write_page(page_of(read_runs(config.runs), config.command).html, config.output)
 
 
-def render(runs: list[Run], command: str) -> str:
-    """The whole page."""
+def page_of(runs: list[Run], command: str) -> Page:
+    """The page about the runs."""
     data = plot_data(runs)
     parts = (
         sections.error_section(data),
@@ -61,28 +115,19 @@ def render(runs: list[Run], command: str) -> str:
         sections.picture_section(runs),
         sections.configuration_section(runs),
     )
-    present = [part for part in parts if part is not None]
-    plotly = get_plotlyjs()
     swatches = {
         run.name: style.swatch for run, style in zip(runs, run_styles(len(runs)), strict=True)
     }
     ordered = best_first(runs)
-    return Template(packaged("page.html")).substitute(
-        title=escape(_title(runs)),
-        css=packaged("page.css"),
+    return Page(
+        title=_title(runs),
         verdict=verdict(ordered),
-        links="\n".join(f'<a href="#{anchor}">{heading}</a>' for anchor, heading, _ in present),
         summary=summary_table(ordered, swatches),
-        notes=_notes(runs),
-        sections="\n".join(
-            f'<section id="{anchor}">\n<h2>{heading}</h2>\n{content}\n</section>'
-            for anchor, heading, content in present
-        ),
-        command=escape(command),
-        versions=escape(_versions(plotly)),
-        data=_script_json(data),
-        plotly=plotly,
-        js=packaged("page.js"),
+        note=HOW_TO_READ,
+        sections=[part for part in parts if part is not None],
+        command=command,
+        data=data,
+        warnings=_notes(runs),
     )
 
 

@@ -30,6 +30,15 @@ TRACES = {
 }
 
 
+def axis_controls(axes: Iterable[str]) -> list[str]:
+    """Buttons for the axes of the error plots; the first of `axes` is pressed."""
+    return [
+        _group("x", "Against", "one", [(axis, AXIS_LABELS[axis]) for axis in axes]),
+        _group("y-scale", "Error axis", "one", [("log", "log"), ("linear", "linear")]),
+        _group("x-scale", "Lower axis", "one", [("linear", "linear"), ("log", "log")]),
+    ]
+
+
 def error_section(data: dict[str, Any]) -> tuple[str, str, str]:
     """Error curves and the buttons that rule all plots: anchor, heading, HTML."""
     shown = [name for name in ERROR_LABELS if any(name in run["errors"] for run in data["runs"])]
@@ -37,9 +46,7 @@ def error_section(data: dict[str, Any]) -> tuple[str, str, str]:
         return "errors", "Error", '<p class="note">No error has been evaluated yet.</p>'
     styles = run_styles(len(data["runs"]))
     groups = [
-        _group("x", "Against", "one", [(axis, AXIS_LABELS[axis]) for axis in data["axes"]]),
-        _group("y-scale", "Error axis", "one", [("log", "log"), ("linear", "linear")]),
-        _group("x-scale", "Lower axis", "one", [("linear", "linear"), ("log", "log")]),
+        *axis_controls(data["axes"]),
         _group(
             "quantity",
             "Error",
@@ -53,13 +60,15 @@ def error_section(data: dict[str, Any]) -> tuple[str, str, str]:
             for index, (run, style) in enumerate(zip(data["runs"], styles, strict=True))
         ]
         groups.append(_group("run", "Runs", "many", runs, pressed=len(runs)))
-    plot = _plot(
-        "error-plot", "Error curves of the runs; the last values are in the summary table."
+    drawn = plot(
+        "error-plot",
+        "Error curves of the runs; the last values are in the summary table.",
+        errors="",
     )
     return (
         "errors",
         "Error",
-        f'<div class="controls">{"".join(groups)}</div>{plot}'
+        f'<div class="controls">{"".join(groups)}</div>{drawn}'
         '<p class="note">The error of autoencoders is the squared reconstruction error a case, summed '
         "over pixels; that of classifiers is the percentage of wrong answers. Point at a curve or tap "
         "it for values; with a mouse, drag to zoom and double-click to go back.</p>",
@@ -70,7 +79,7 @@ def trace_section(data: dict[str, Any]) -> tuple[str, str, str] | None:
     """λ, γ, α, μ, ρ and the loss, a small plot each."""
     plots = [
         f'<figure><figcaption><h3>{heading}</h3><span class="note">{meaning}</span></figcaption>'
-        + _plot(f"trace-{name}", f"{heading} over training: {meaning}.", scale=scale, trace=name)
+        + plot(f"trace-{name}", f"{heading} over training: {meaning}.", scale=scale, trace=name)
         + "</figure>"
         for name, (heading, scale, meaning) in TRACES.items()
         if any(name in run["traces"] for run in data["runs"])
@@ -90,11 +99,11 @@ def time_section(runs: list[Run]) -> tuple[str, str, str] | None:
     timed = [run for run in runs if run.parts]
     if not timed:
         return None
-    plot = _plot(
+    drawn = plot(
         "time-plot", "Milliseconds an iteration by part; the numbers are in the table below."
     )
     table = f"<details><summary>The numbers as a table</summary>{parts_table(timed)}</details>"
-    return "time", "Time by part", plot + table
+    return "time", "Time by part", drawn + table
 
 
 def picture_section(runs: list[Run]) -> tuple[str, str, str] | None:
@@ -143,6 +152,7 @@ def _dashes(name: str) -> str:
     )
 
 
-def _plot(name: str, label: str, **settings: str) -> str:
+def plot(name: str, label: str, **settings: str) -> str:
+    """A place for `page.js` to draw in; `errors` is the group of runs whose error curves go there."""
     extra = "".join(f' data-{key}="{value}"' for key, value in settings.items())
     return f'<div class="plot" id="{name}" role="img" aria-label="{escape(label)}"{extra}></div>'
