@@ -154,7 +154,7 @@ class KFAC(torch.optim.Optimizer):
                 "KFAC.closure(x, y) makes one."
             )
         watch = Stopwatch()
-        judging = self.settings.damping.judges(self._state.iteration + 1)
+        judging = self._judges_next()
         judgement: Judgement | None = None
         while True:
             with watch("gradient"):
@@ -264,7 +264,7 @@ class KFAC(torch.optim.Optimizer):
         transition = Update(network, self.settings)(point, self._state, watch)
         with watch("commit"):
             state = transition.state
-            if self.settings.damping.judges(state.iteration + 1):
+            if self._judges_next(state):
                 assert state.last is not None
                 kept = Kept(network.theta(), self._state.previous_delta)
                 state = replace(state, last=replace(state.last, kept=kept))
@@ -272,6 +272,12 @@ class KFAC(torch.optim.Optimizer):
             move(network.layers, transition.delta)
             self._state = state
         return transition.report
+
+    def _judges_next(self, state: State | None = None) -> bool:
+        """Whether the step after this state judges the one before."""
+        state = state or self._state
+        last = state.last
+        return last is not None and self.settings.damping.judges(state.iteration + 1, last.cases)
 
     def _refusal(self, point: Point, watch: Stopwatch, refusal: RefusedError) -> StepReport:
         return StepReport(

@@ -34,6 +34,8 @@ class Kept:
 class LastStep:
     """A step that was taken and not yet judged by the next mini-batch."""
 
+    cases: int
+    """Of its mini-batch."""
     loss: float
     """On its own rows, before it."""
     predicted_change: float

@@ -155,7 +155,11 @@ class Update:
                 previous_delta=best.delta,
                 decayed=best.decayed,
                 last=LastStep(
-                    best.loss, best.step.predicted_change, best.curvature_share, kept=None
+                    cases=point.batch.cases,
+                    loss=best.loss,
+                    predicted_change=best.step.predicted_change,
+                    curvature_share=best.curvature_share,
+                    kept=None,
                 ),
             ),
             report=StepReport(

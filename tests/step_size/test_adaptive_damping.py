@@ -23,9 +23,11 @@ def verdict(
         (verdict(1.0), DECAY - 1.0),
         (verdict(1.0, share=0.99, elapsed=5), 5 * DECAY - 0.02),
         (verdict(0.3, share=0.9), DECAY - 0.06),
-        (verdict(-0.05), DECAY),  # a little loss is tolerated
-        (verdict(-0.5), 0.8),
+        (verdict(-0.4), DECAY),  # a loss that noise explains is tolerated
+        (verdict(-0.9), 0.8),
         (verdict(-5.0), math.log(10)),
+        (verdict(-5.0, share=0.4), 0.0),  # λ is most of it already
+        (verdict(-5.0, share=0.4, noisy=False), math.log(10)),
         (verdict(0.5, noisy=False), DECAY - 0.5),
         (verdict(0.05, noisy=False), 0.4),  # not where it can't be noise
     ],
@@ -76,7 +78,8 @@ def test_the_papers_rules_take_a_verdict_too():
 
 def test_when_rho_is_wanted():
     rule = AdaptiveDamping(settling=4, interval=5)
-    assert [k for k in range(1, 22) if rule.judges(k)] == [2, 3, 4, 5, 10, 15, 20]
+    assert [k for k in range(1, 22) if rule.judges(k, 1000)] == [2, 3, 4, 5, 10, 15, 20]
+    assert [k for k in range(1, 9) if rule.judges(k, 256)] == [2, 3, 4, 5, 6, 7, 8]
     assert not any(rule.measures(k) for k in range(1, 22)), "not on the step's own rows"
 
 

@@ -9,7 +9,13 @@ from kronfac.step_size.levenberg_marquardt import Verdict
 NEGLIGIBLE = 0.999
 """Share of the curvature that is not λ's above which a smaller λ would change nothing. A λ that fell
 on and on here would be decades from where it acts when it is wanted again."""
+DOMINATED = 0.5
+"""Share below which most of the curvature is λ's already: noise makes ρ −s at the least, so that a lower
+one is noise of the measurement, and says nothing for a larger λ."""
 LARGEST_FACTOR = 10.0
+FEW_CASES = 256
+"""Mini-batches up to here have every step judged: a pass over them costs little beside the rest of a step,
+and steps made from few cases are the ones that go wrong."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +32,13 @@ class AdaptiveDamping:
     Args:
         lambda_: where the search for the first λ starts, which takes a few trial steps on the first
             mini-batch; None for the mean curvature.
-        interval: iterations from one measurement of ρ to the next; each costs a forward pass.
+        interval: iterations from one measurement of ρ to the next; each costs a forward pass. With 256
+            cases and fewer every iteration measures it.
         settling: so many iterations at the start measure ρ every time.
         decay: of λ where all is well, per iteration; the paper's [MG15 §6.5].
-        tolerated: ρ where mini-batches differ. A step that loses a little on the next mini-batch may
-            gain in the long run: what is lost to noise along steep directions is soon regained, what
-            is gained along flat ones stays.
+        tolerated: ρ where mini-batches differ. With a gradient G and noise N in it, a full step has
+            ρ = (G − N)/(G + N), which is above −1 however much is noise; and what is lost to noise along
+            steep directions is soon regained, what is gained along flat ones stays.
         tolerated_exactly: ρ where they don't, as with the whole data set in each; the paper's ¼.
         rate: of the fast movements.
     """
@@ -40,7 +47,7 @@ class AdaptiveDamping:
     interval: int = 5
     settling: int = 20
     decay: float = 19 / 20
-    tolerated: float = -0.1
+    tolerated: float = -0.5
     tolerated_exactly: float = 0.25
     rate: float = 2.0
     searches: ClassVar[bool] = True
@@ -70,8 +77,9 @@ class AdaptiveDamping:
     def updated(self, lambda_: float, rho: float) -> float:
         return lambda_
 
-    def judges(self, iteration: int) -> bool:
-        return 1 < iteration <= self.settling or iteration % self.interval == 0
+    def judges(self, iteration: int, cases: int) -> bool:
+        always = iteration <= self.settling or cases <= FEW_CASES
+        return iteration > 1 and (always or iteration % self.interval == 0)
 
     def judged(self, lambda_: float, verdict: Verdict) -> float:
         if verdict.taken_back:
@@ -79,6 +87,8 @@ class AdaptiveDamping:
         rho = verdict.rho
         tolerated = self.tolerated if verdict.noisy else self.tolerated_exactly
         if rho < tolerated:
+            if verdict.noisy and verdict.share < DOMINATED:
+                return lambda_
             return lambda_ * min(math.exp(min(self.rate * (tolerated - rho), 9.0)), LARGEST_FACTOR)
         if verdict.share > NEGLIGIBLE:
             return lambda_
