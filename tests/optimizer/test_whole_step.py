@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import kronfac
-from kronfac import KFAC, GammaSearch, LevenbergMarquardt
+from kronfac import KFAC, GammaSearch, LevenbergMarquardt, QuadraticModel
 from tests.conftest import mlp, normal
 from tests.optimizer.pseudocode import Pseudocode
 from tests.optimizer.runs import INVERSES, agree, closure_of, targets_for
@@ -60,6 +60,7 @@ def test_a_run_equals_the_pseudocode(case, inverse):
         fisher="exact",
         damping=LevenbergMarquardt(lambda_=0.1, interval=T1),
         gamma=GammaSearch(interval=T2),
+        step_size=QuadraticModel(),
         statistics_fraction=0.3,
         fisher_fraction=0.6,
         inverse_interval=T3,
@@ -91,6 +92,7 @@ def test_a_network_without_biases_and_a_closure_of_the_users_own(inverse):
         fisher="exact",
         damping=LevenbergMarquardt(lambda_=0.1, interval=1),
         gamma=GammaSearch(interval=4),
+        step_size=QuadraticModel(),
         inverse_interval=2,
     )
     for x, y in mini_batches(loss, 3, steps=14):

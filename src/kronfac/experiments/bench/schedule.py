@@ -9,7 +9,7 @@ from torch import nn
 
 from kronfac import KFAC, Gaussian, presets
 from kronfac.step_size import AdaptiveGamma
-from kronfac.update import LEAST_ROWS, LONGEST_INTERVAL, Settings
+from kronfac.update import LEAST_FISHER, LEAST_STATISTICS, LONGEST_INTERVAL, Settings
 
 Preset = Literal["paper", "default"]
 
@@ -46,7 +46,7 @@ class Schedule:
         return cls(
             tau1=settings.statistics_share(cases),
             tau2=settings.fisher_share(cases),
-            T1=getattr(settings.damping, "interval", math.inf),
+            T1=_interval_of_rho(settings, cases),
             T2=T3 if adaptive else getattr(settings.gamma, "interval", math.inf),
             T3=T3,
             directions=1 + settings.step_size.momentum,
@@ -80,7 +80,15 @@ class Schedule:
         return ", ".join(parts)
 
 
+def _interval_of_rho(settings: Settings, cases: int) -> float:
+    """From the rule itself, in iterations far beyond its first."""
+    rule, late = settings.damping, range(10_000, 10_100)
+    found = [k for k in late if rule.measures(k) or rule.judges(k, cases)]
+    return len(late) / len(found) if found else math.inf
+
+
 def in_words(preset: Preset) -> str:
     """For the line above a table, whatever the size of the mini-batch."""
     schedule = str(Schedule.of_preset(preset, 10**9))
-    return schedule if preset == "paper" else f"{schedule}, S₁ and S₂ of {LEAST_ROWS} rows at least"
+    least = f"S₁ and S₂ of {LEAST_STATISTICS} and {LEAST_FISHER} rows at least"
+    return schedule if preset == "paper" else f"{schedule}, {least}"
