@@ -21,7 +21,9 @@ FACTOR = 10.0
 """Between two trials."""
 TRUSTED = 0.6
 """ρ of a step that the model describes well enough: between the ¼ and the ¾ of [MG15 §6.5]."""
-MOST_TRIALS = 8
+MOST_TRIALS = 10
+BELOW_DECAY = 0.1
+"""Of η: a smaller λ damps nothing that the weight decay does not."""
 
 
 def first_lambda(
@@ -58,7 +60,7 @@ def first_lambda(
         return change / predicted if predicted < 0 and math.isfinite(change) else -math.inf
 
     start = mean_curvature(factors) if math.isnan(before.lambda_) else before.lambda_
-    return least_trusted(rho, start)
+    return least_trusted(rho, start, BELOW_DECAY * point.weight_decay)
 
 
 def mean_curvature(factors: KroneckerFactors) -> float:
@@ -71,15 +73,17 @@ def mean_curvature(factors: KroneckerFactors) -> float:
     return mean if 0 < mean < math.inf else 1.0
 
 
-def least_trusted(rho: Callable[[float], float], start: float) -> tuple[float, int]:
+def least_trusted(
+    rho: Callable[[float], float], start: float, floor: float = 0.0
+) -> tuple[float, int]:
     """The x at which ρ falls to TRUSTED, between two neighbours of start · FACTORʲ.
 
     Downwards from `start` while ρ(x) is above, upwards until it is; where it is above for one of the two
-    and below for the other, by interpolation in log x. After the last trial the last x.
+    and below for the other, by interpolation in log x. At `floor`, and after the last trial, the last x.
     """
     trials, x, here = 1, start, rho(start)
     down = here >= TRUSTED
-    while trials < MOST_TRIALS:
+    while trials < MOST_TRIALS and not (down and x <= floor):
         following = x / FACTOR if down else x * FACTOR
         there = rho(following)
         trials += 1

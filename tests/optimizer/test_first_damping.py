@@ -40,7 +40,7 @@ def test_the_first_lambda_is_about_the_smallest_whose_step_the_model_describes(i
     )
     optimizer.step(optimizer.closure(x, y))
     lambda_ = optimizer.report.lambda_
-    assert 2 <= optimizer.report.trials <= MOST_TRIALS
+    assert 1 <= optimizer.report.trials <= MOST_TRIALS
 
     def rho(lambda_: float) -> float:
         # A trial is a step of the block-diagonal inverse with γ = √(λ + η), whatever the inverse.
@@ -57,7 +57,7 @@ def test_the_first_lambda_is_about_the_smallest_whose_step_the_model_describes(i
         change = objective(tried, x, y) - objective(model, x, y)
         return change / fixed.report.predicted_change
 
-    if optimizer.report.trials < MOST_TRIALS:
+    if optimizer.report.trials < MOST_TRIALS and lambda_ > ETA / 10:
         assert rho(3 * lambda_) > TRUSTED > rho(lambda_ / 10)
         assert rho(lambda_) == pytest.approx(TRUSTED, abs=0.15)
 
@@ -82,8 +82,9 @@ def test_what_fails_counts_as_zero():
 
 
 def test_the_search_ends_where_nothing_or_everything_is_trusted():
-    assert least_trusted(lambda x: 1.0, 1.0) == (pytest.approx(1e-7), MOST_TRIALS)
-    assert least_trusted(lambda x: -math.inf, 1.0) == (pytest.approx(1e7), MOST_TRIALS)
+    assert least_trusted(lambda x: 1.0, 1.0) == (pytest.approx(1e-9), MOST_TRIALS)
+    assert least_trusted(lambda x: -math.inf, 1.0) == (pytest.approx(1e9), MOST_TRIALS)
+    assert least_trusted(lambda x: 1.0, 1.0, floor=2e-4) == (pytest.approx(1e-4), 5)
 
 
 def test_settings_of_the_paper_try_nothing():
