@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from kronfac import (
     KFAC,
+    AdaptiveDamping,
+    AdaptiveGamma,
     BlockDiagonalInverse,
     BlockTridiagonalInverse,
     ExactTikhonov,
@@ -39,6 +41,13 @@ CASES: dict[str, dict[str, Any]] = {
     "out_of_order": {"inverse": BlockTridiagonalInverse()},
     "three_samples": {"fisher": SampledFisher(samples=3, seed=5)},
     "chunks": {"statistics_fraction": 0.6, "fisher_fraction": 0.4},
+    # The last step is saved before it was judged, with what it takes to take it back.
+    "adaptive": {
+        "damping": AdaptiveDamping(),
+        "gamma": AdaptiveGamma(),
+        "inverse_interval": None,
+        "weight_decay": 0.01,
+    },
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
