@@ -9,10 +9,20 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.factors import KroneckerFactors
 from kronfac.inverses import ApproximateInverse
-from kronfac.proposal import Network, Point, RefusedError, objective_change, propose
+from kronfac.minibatch import draws_masks
+from kronfac.proposal import (
+    Network,
+    Point,
+    RefusedError,
+    check_finite,
+    objective_change,
+    propose,
+)
 from kronfac.report import Stopwatch
 from kronfac.state import State
 from kronfac.step_size import StepRule
@@ -22,6 +32,8 @@ FACTOR = 10.0
 TRUSTED = 0.6
 """ρ of a step that the model describes well enough: between the ¼ and the ¾ of [MG15 §6.5]."""
 MOST_TRIALS = 10
+ROUNDING = 32
+"""ε of the loss below which a predicted change of it means nothing."""
 BELOW_DECAY = 0.1
 """Of η: a smaller λ damps nothing that the weight decay does not."""
 
@@ -35,8 +47,20 @@ def first_lambda(
     step_size: StepRule,
     fisher_fraction: float,
 ) -> tuple[float, int]:
-    """λ₀, and the number of trials that it took; the search starts at λ, if one was given."""
-    prepared = inverse.for_trials.prepare(factors)
+    """λ₀, and the number of trials that it took; the search starts at λ, if one was given.
+
+    Raises:
+        RefusedError: loss, gradient or statistics are not finite.
+    """
+    check_finite(point, factors, network.layers)
+    start = mean_curvature(factors) if math.isnan(before.lambda_) else before.lambda_
+    try:
+        prepared = inverse.for_trials.prepare(factors)
+    except (NonFiniteError, NotPositiveDefiniteError):
+        return start, 0
+    if draws_masks(network.model):
+        return start, 0  # of two passes with other masks ρ says nothing
+    rounding = ROUNDING * torch.finfo(point.gradient[0].dtype).eps * abs(float(point.loss))
 
     def rho(lambda_: float) -> float:
         gamma = math.sqrt(lambda_ + point.weight_decay)
@@ -56,10 +80,11 @@ def first_lambda(
         except (RefusedError, NonFiniteError, NotPositiveDefiniteError):
             return -math.inf
         predicted = proposal.step.predicted_change
+        if abs(predicted) <= rounding:
+            return math.nan
         change = objective_change(network, point, proposal.loss_seen, proposal.delta)
         return change / predicted if predicted < 0 and math.isfinite(change) else -math.inf
 
-    start = mean_curvature(factors) if math.isnan(before.lambda_) else before.lambda_
     return least_trusted(rho, start, BELOW_DECAY * point.weight_decay)
 
 
@@ -79,7 +104,8 @@ def least_trusted(
     """The x at which ρ falls to TRUSTED, between two neighbours of start · FACTORʲ.
 
     Downwards from `start` while ρ(x) is above, upwards until it is; where it is above for one of the two
-    and below for the other, by interpolation in log x. At `floor`, and after the last trial, the last x.
+    and below for the other, by interpolation in log x. At `floor`, and after the last trial, the last x;
+    where ρ is NaN, which says nothing, the one before it.
     """
     trials, x, here = 1, start, rho(start)
     down = here >= TRUSTED
@@ -87,6 +113,8 @@ def least_trusted(
         following = x / FACTOR if down else x * FACTOR
         there = rho(following)
         trials += 1
+        if math.isnan(here) or math.isnan(there):
+            return x, trials
         if (there >= TRUSTED) != down:
             trusted, other = (here, there) if down else (there, here)
             share = (trusted - TRUSTED) / (trusted - max(other, 0.0))

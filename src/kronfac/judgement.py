@@ -11,7 +11,7 @@ import torch
 from kronfac.proposal import Evaluation, Network, decay_change, moved_loss
 from kronfac.report import Event
 from kronfac.state import State
-from kronfac.step_size import DampingRule, Verdict
+from kronfac.step_size import DOMINATED, DampingRule, Verdict
 
 DECAY = 0.8
 """Of the moving averages of ρ and of the noise, per judgement."""
@@ -30,37 +30,39 @@ class Judgement:
     state: State
     """With λ moved, and nothing left to judge."""
     rho: float
-    """NaN where the loss is not finite after the step."""
+    """NaN where the loss is not finite after the step, or the step too short to be seen."""
     event: Event | None = None
     """Why the step has to be taken back."""
 
 
 def judge(
-    network: Network, rule: DampingRule, evaluation: Evaluation, state: State
+    network: Network, rule: DampingRule, evaluation: Evaluation, state: State, in_turn: bool
 ) -> Judgement | None:
     """ρ of the last step, (h(θ) − h(θ − δ)) / (M(δ) − M(0)) with h on the new rows.
 
     θ − δ was seen on the step's own rows and is now seen on these: the difference of the two losses is
     the noise of sampling. A step after which h is higher by more than twice that is taken back.
 
-    None if these rows can't tell: the loss is not finite before the step either, or what was predicted
-    is below the rounding error of the loss.
+    None if these rows can't tell: the loss is not finite before the step either, or what changed is
+    below the rounding error of the loss. Out of turn, a loss that is finite is not looked into.
     """
-    last, delta = state.last, state.previous_delta
-    if last is None or delta is None:
+    last, delta, loss = state.last, state.previous_delta, float(evaluation.loss)
+    if last is None or delta is None or (math.isfinite(loss) and not in_turn):
         return None
     back = tuple(V.neg() for V in delta)
-    loss = float(evaluation.loss)
     seen = evaluation.batch.seen_loss
     loss_seen = seen is not None and evaluation.seen(loss, float(seen), delta[0].dtype)
     loss_before = float(moved_loss(network, evaluation, loss_seen, back))
-    if not math.isfinite(loss):
-        if not math.isfinite(loss_before):
-            return None
-        return _against(rule, state, math.nan, f"the loss became {loss} after it.")
-    rounding = ROUNDING * torch.finfo(delta[0].dtype).eps * abs(loss)
-    if abs(last.predicted_change) <= rounding:
+    if not math.isfinite(loss_before):
         return None
+    if not math.isfinite(loss):
+        return _against(rule, state, math.nan, f"the loss became {loss} after it.")
+    # A sum over cases is of the size of its mini-batch; all of this is in units of the step's own.
+    scale = last.cases / evaluation.batch.cases if network.objective.reduction == "sum" else 1.0
+    loss, loss_before = scale * loss, scale * loss_before
+    rounding = ROUNDING * torch.finfo(delta[0].dtype).eps * max(abs(loss), abs(last.loss))
+    if abs(last.predicted_change) <= rounding or loss == loss_before:
+        return _invisible(state)
     change = loss - loss_before - decay_change(network, evaluation.weight_decay, back)
     rho = change / last.predicted_change
     sample = abs(loss_before - last.loss)
@@ -71,8 +73,13 @@ def judge(
             f"{last.predicted_change:.3g} was predicted and mini-batches differ by {noise:.3g}."
         )
         return _against(rule, state, rho, cause)
-    noisy = noise > rounding + NO_NOISE * abs(last.predicted_change)
-    verdict = Verdict(rho, last.curvature_share, noisy, state.iteration - state.judged_iteration)
+    verdict = Verdict(
+        # Without re-scaling M may predict a rise, of which ρ ≈ 1 says nothing good.
+        rho=rho if last.predicted_change < 0 else -math.inf,
+        share=last.curvature_share,
+        noisy=noise > rounding + NO_NOISE * abs(last.predicted_change),
+        elapsed=state.iteration - state.judged_iteration,
+    )
     judged = replace(
         state,
         lambda_=rule.judged(state.lambda_, verdict),
@@ -84,12 +91,23 @@ def judge(
     return Judgement(judged, rho)
 
 
+def _invisible(state: State) -> Judgement | None:
+    """Of a step that is too short to be seen: where it is λ that made it so, λ is less."""
+    assert state.last is not None
+    if state.last.curvature_share >= DOMINATED:
+        return None
+    shorter = replace(
+        state, lambda_=state.lambda_ / 10, judged_iteration=state.iteration, last=None
+    )
+    return Judgement(shorter, math.nan)
+
+
 def _average(old: float | None, new: float) -> float:
     return new if old is None else DECAY * old + (1 - DECAY) * new
 
 
 def _against(rule: DampingRule, state: State, rho: float, cause: str) -> Judgement:
-    """The state before the step, but for what it taught: statistics, iteration, a larger λ."""
+    """The state before the step, but for what it taught: statistics and inverse, a larger λ."""
     assert state.last is not None
     kept = state.last.kept
     elapsed = state.iteration - state.judged_iteration
@@ -101,6 +119,7 @@ def _against(rule: DampingRule, state: State, rho: float, cause: str) -> Judgeme
         lambda_=rule.judged(state.lambda_, verdict),
         judged_iteration=state.iteration,
         previous_delta=None if kept is None else kept.previous_delta,
+        confirmed=_average(state.confirmed, -1.0),
         last=None,
     )
     return Judgement(before, rho, Event("taken_back", f"The last step is taken back: {cause}"))

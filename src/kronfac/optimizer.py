@@ -154,23 +154,28 @@ class KFAC(torch.optim.Optimizer):
                 "KFAC.closure(x, y) makes one."
             )
         watch = Stopwatch()
-        judging = self._judges_next()
+        judging = in_turn = self._judges_next()
         judgement: Judgement | None = None
         while True:
             with watch("gradient"):
                 returned, network, evaluation, stale, rows = self._evaluate(closure)
             if judging and judgement is None:
                 with watch("reduction_ratio"):
-                    judgement = judge(network, self.settings.damping, evaluation, self._state)
+                    judgement = judge(
+                        network, self.settings.damping, evaluation, self._state, in_turn
+                    )
                 if judgement is not None and self._accept(network, judgement):
+                    self._forget_gradients()
                     continue  # at the parameters from before the step that was taken back
             with watch("gradient"):
                 point = self._point(network, evaluation, stale, rows)
             try:
                 report = self._advance(network, point, watch)
             except RefusedError as refusal:
-                if not judging and not bool(point.loss.isfinite()):
-                    judging = True  # out of turn: was it the last step, or are it these rows?
+                unexplained = self._state.last is not None and not bool(point.loss.isfinite())
+                if unexplained and not judging:
+                    judging = True  # out of turn: was it the last step, or is it these rows?
+                    self._forget_gradients()
                     continue
                 report = self._refusal(point, watch, refusal)
             break
@@ -279,6 +284,12 @@ class KFAC(torch.optim.Optimizer):
         last = state.last
         return last is not None and self.settings.damping.judges(state.iteration + 1, last.cases)
 
+    def _forget_gradients(self) -> None:
+        """So that a closure which is called again does not add to what it left."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
     def _refusal(self, point: Point, watch: Stopwatch, refusal: RefusedError) -> StepReport:
         return StepReport(
             iteration=self._state.iteration + 1,
@@ -314,6 +325,12 @@ class KFAC(torch.optim.Optimizer):
                     f"This is not the state_dict of a KFAC: it has no entry {entry!r}."
                 )
         state, layers = saving.load(state_dict["kfac"], self.layers, self.settings.inverse)
+        rule = self.settings.damping
+        if math.isnan(state.lambda_) and not rule.searches:
+            # Saved before its first step, which was to find λ.
+            assert rule.lambda_ is not None
+            gamma = self.settings.gamma.initial(rule.lambda_, float(state_dict["weight_decay"]))
+            state = replace(state, lambda_=rule.lambda_, gamma=gamma)
         self._state, self.layers = state, layers
         self._chain_known = self._chain_known or state.iteration > 0
         self.param_groups[0]["weight_decay"] = state_dict["weight_decay"]

@@ -45,7 +45,9 @@ class Network:
 
     def theta(self) -> Matrices:
         """The parameters, a copy."""
-        return tuple(layer.join(layer.parameters()) for layer in self.layers)
+        joined = ((layer.join(layer.parameters()), layer.parameters()[0]) for layer in self.layers)
+        # Without a bias there is nothing to join.
+        return tuple(V.clone() if V.data_ptr() == weight.data_ptr() else V for V, weight in joined)
 
     def parameters_at(self, delta: Matrices) -> dict[str, Tensor]:
         """θ + δ by the parameters' names."""
@@ -149,6 +151,7 @@ def propose(
     with watch("step_size"):
         count = len(directions)
         seen = point.batch.seen_loss
+        squares = _squares(network, point) if step_size.bounded else torch.zeros(())
         # All that the host has to know, in the step's one synchronisation.
         numbers = torch.cat(
             [
@@ -157,21 +160,20 @@ def propose(
                 point.loss.double().reshape(1),
                 (point.loss if seen is None else seen).double().reshape(1),
                 _health(factors).reshape(1),
+                squares.to(gram).reshape(1),
             ]
         ).cpu()
         if not bool(numbers.isfinite().all()):
             check_finite(point, factors, network.layers)
             raise RefusedError("The curvature of the step is not finite.")
         fisher = numbers[: count**2].reshape(count, count)
-        inner, r = numbers[count**2 : -3].reshape(count + 1, count).split([count, 1])
+        inner, r = numbers[count**2 : -4].reshape(count + 1, count).split([count, 1])
         Q = fisher + (before.lambda_ + point.weight_decay) * inner
         precision = torch.finfo(point.gradient[0].dtype).eps
         step = step_size.solve(Q, r[0], precision)
         if not math.isfinite(step.predicted_change):
             raise RefusedError("The predicted change of the objective is not finite.")
-        loss, seen_value, _ = numbers[-3:].tolist()
-        if step_size.bounded:
-            step = within(step, loss)
+        loss, seen_value, _, squared = numbers[-4:].tolist()
         delta = _combine(directions, step.coefficients)
         c = torch.tensor(step.coefficients, dtype=torch.float64)
         curvature, damped = (
@@ -184,6 +186,10 @@ def propose(
                 network, point, before.lambda_, delta, inverse, step_size.cg_steps, fisher_fraction
             )
             step = Step(step.coefficients, step.predicted_change + change)
+    if step_size.bounded:
+        step, cut = within(step, loss + point.weight_decay / 2 * squared)
+        if cut < 1:
+            delta = tuple(V.mul_(cut) for V in delta)
     return Proposal(
         gamma=gamma,
         inverse=inverse,
@@ -281,6 +287,14 @@ def _combine(directions: Sequence[Matrices], coefficients: Sequence[float]) -> M
         for V, W in zip(total, direction, strict=True):
             V.add_(W, alpha=c)
     return tuple(total)
+
+
+def _squares(network: Network, point: Point) -> Tensor:
+    """‖θ‖², where the objective has it."""
+    if point.weight_decay == 0:
+        return torch.zeros(())
+    parameters = [p for layer in network.layers for p in layer.parameters()]
+    return torch.stack([p.square().sum().double() for p in parameters]).sum()
 
 
 def _health(factors: KroneckerFactors) -> Tensor:

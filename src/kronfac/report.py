@@ -49,7 +49,10 @@ class StepReport:
 
     @property
     def refused(self) -> bool:
-        """Whether the step was refused, which left parameters and statistics as they were."""
+        """Whether the step was refused: none was made from this mini-batch.
+
+        Parameters and statistics are as they were, but for a step before it that was taken back.
+        """
         return any(event.kind == "refused" for event in self.events)
 
 

@@ -143,8 +143,11 @@ def load(
 
 
 def _last_step(packed: dict[str, Any]) -> LastStep:
-    kept = packed["kept"] and Kept(**packed["kept"])
-    return LastStep(**packed | {"kept": kept})
+    try:
+        kept = packed["kept"] and Kept(**packed["kept"])
+        return LastStep(**packed | {"kept": kept})
+    except (KeyError, TypeError) as error:
+        raise StateError(f"The state of the last step is incomplete: {error}.") from error
 
 
 def _check_shapes(factors: KroneckerFactors, layers: Sequence[Layer]) -> None:

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from kronfac import KFAC, AdaptiveDamping, FixedDamping, FixedGamma, SampledFisher
+from kronfac import (
+    KFAC,
+    AdaptiveDamping,
+    BlockDiagonalInverse,
+    ExactTikhonov,
+    FixedDamping,
+    FixedGamma,
+    SampledFisher,
+)
 from kronfac.first_damping import MOST_TRIALS, TRUSTED, least_trusted
 from tests.conftest import mlp, normal
 from tests.optimizer.runs import INVERSES
@@ -85,6 +93,41 @@ def test_the_search_ends_where_nothing_or_everything_is_trusted():
     assert least_trusted(lambda x: 1.0, 1.0) == (pytest.approx(1e-9), MOST_TRIALS)
     assert least_trusted(lambda x: -math.inf, 1.0) == (pytest.approx(1e9), MOST_TRIALS)
     assert least_trusted(lambda x: 1.0, 1.0, floor=2e-4) == (pytest.approx(1e-4), 5)
+
+
+def test_where_rho_says_nothing_the_search_stays():
+    assert least_trusted(lambda x: math.nan, 1.0) == (1.0, 2)
+    found, _ = least_trusted(lambda x: math.nan if x < 0.5e-2 else 1.0, 1.0)
+    assert found == pytest.approx(1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_first_mini_batch_that_is_fitted_already_does_not_make_lambda_huge(dtype):
+    model = mlp([4, 8, 3], seed=3).to(dtype)
+    x = normal(60, 4).to(dtype)
+    optimizer = KFAC(model, LOSS)
+    optimizer.step(optimizer.closure(x, model(x).detach()))
+    assert optimizer.report.lambda_ < 1e3
+    y = (3 * x[:, :3]).sin()
+    losses = [float(optimizer.step(optimizer.closure(x, y))) for _ in range(30)]
+    assert losses[-1] < losses[0] / 3
+
+
+def test_with_dropout_there_is_no_search():
+    model = nn.Sequential(*mlp([4, 8, 3], seed=3), nn.Dropout(0.5)).double()
+    optimizer = KFAC(model, LOSS)
+    optimizer.step(optimizer.closure(normal(60, 4), normal(60, 3)))
+    assert optimizer.report.trials == 0
+    assert optimizer.report.lambda_ > 0
+
+
+@pytest.mark.parametrize("inverse", [BlockDiagonalInverse(ExactTikhonov()), "block_tridiagonal"])
+def test_a_first_mini_batch_that_is_not_finite_is_refused(inverse):
+    optimizer = KFAC(mlp([4, 5, 3]), LOSS, inverse=inverse)
+    optimizer.step(optimizer.closure(normal(20, 4) * math.nan, normal(20, 3)))
+    assert optimizer.report.refused
+    optimizer.step(optimizer.closure(normal(20, 4), normal(20, 3)))
+    assert not optimizer.report.refused
 
 
 def test_settings_of_the_paper_try_nothing():

@@ -91,9 +91,18 @@ def reckless(optimizer: KFAC, alpha: float = 30.0) -> None:
     optimizer.settings = replace(optimizer.settings, step_size=RawStep(alpha))
 
 
+def network(bias: bool = True) -> nn.Sequential:
+    model = mlp([4, 6, 3], seed=3)
+    if not bias:
+        for layer in model[::2]:
+            layer.register_parameter("bias", None)
+    return model
+
+
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("inverse", INVERSES)
-def test_a_step_after_which_the_same_rows_are_worse_is_taken_back(inverse):
-    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, weight_decay=ETA, inverse=inverse)
+def test_a_step_after_which_the_same_rows_are_worse_is_taken_back(inverse, bias):
+    optimizer = KFAC(network(bias), LOSS, weight_decay=ETA, inverse=inverse)
     x, y = data(0)
     closure, calls = optimizer.closure(x, y), []
     optimizer.step(closure)
@@ -103,7 +112,7 @@ def test_a_step_after_which_the_same_rows_are_worse_is_taken_back(inverse):
     optimizer.settings = sensible
     lambda_ = optimizer.report.lambda_
     worse = parameters(optimizer)
-    assert objective(optimizer.model, x, y) > objective(_at(mlp([4, 6, 3]), start), x, y)
+    assert objective(optimizer.model, x, y) > objective(_at(network(bias), start), x, y)
 
     def counted() -> Tensor:
         calls.append(parameters(optimizer))
@@ -118,7 +127,7 @@ def test_a_step_after_which_the_same_rows_are_worse_is_taken_back(inverse):
     assert same(calls, [worse, start])
     assert report.lambda_ == pytest.approx(10 * lambda_)
     assert not same(parameters(optimizer), start), "a new step was taken from there"
-    assert objective(optimizer.model, x, y) < objective(_at(mlp([4, 6, 3]), start), x, y)
+    assert objective(optimizer.model, x, y) < objective(_at(network(bias), start), x, y)
 
 
 def _at(model: nn.Module, values: dict[str, Tensor]) -> nn.Module:
@@ -226,3 +235,110 @@ def test_a_failed_step_is_repeated_as_if_nothing_had_happened():
         optimizer.step(closure)
         untroubled.step(untroubled.closure(*data(step)))
         assert same(parameters(optimizer), parameters(untroubled))
+
+
+def test_a_closure_that_does_not_clear_the_gradients_is_called_again_on_clear_ones():
+    """`zero_grad()` outside of the closure is enough while it is called once."""
+    runs = []
+    for clears in (False, True):
+        optimizer = KFAC(network(), LOSS, weight_decay=ETA)
+        x, y = data(0)
+
+        def closure(optimizer=optimizer, clears=clears, x=x, y=y) -> Tensor:
+            if clears:
+                optimizer.zero_grad()
+            loss = LOSS(optimizer.model(x), y)
+            loss.backward()
+            return loss
+
+        sensible = optimizer.settings
+        for step in range(3):
+            optimizer.settings = sensible
+            if step == 1:
+                reckless(optimizer)
+            optimizer.zero_grad()
+            optimizer.step(closure)
+        assert optimizer.report.events[0].kind == "taken_back"
+        runs.append(parameters(optimizer))
+    assert same(*runs)
+
+
+class Root(nn.Module):
+    """NaN where the linear layer is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sqrt()
+
+
+def test_rows_on_which_the_loss_was_not_finite_before_the_step_say_nothing_of_it():
+    model = Root()
+    with torch.no_grad():
+        model.linear.weight.fill_(1.0)
+        model.linear.bias.fill_(0.05)
+    optimizer = KFAC(model, LOSS)
+    x = torch.rand(40, 1, generator=torch.Generator().manual_seed(0)).double()
+    optimizer.step(optimizer.closure(x, 3 + x))  # the bias grows
+    lambda_ = optimizer.report.lambda_
+    before, now = torch.tensor([[-0.06]]).double(), torch.cat([x, torch.tensor([[-0.06]])])
+    assert math.isfinite(float(model(before).detach()))
+    optimizer.step(optimizer.closure(now, 3 + now))
+    assert optimizer.report.next_rho is None
+    assert math.isfinite(optimizer.report.lambda_)
+    assert optimizer.report.lambda_ == lambda_
+    state = optimizer.state_dict()["kfac"]
+    assert state["noise"] is None
+    assert state["confirmed"] is None
+
+
+def test_a_lambda_that_makes_steps_invisible_comes_down():
+    optimizer = KFAC(network().float(), LOSS)
+    x, y = (part.float() for part in data(0))
+    optimizer.step(optimizer.closure(x, y))
+    optimizer._state = replace(optimizer._state, lambda_=1e9, gamma=1e4)
+    losses = [float(optimizer.step(optimizer.closure(x, y))) for _ in range(40)]
+    assert optimizer.report.lambda_ < 1e3
+    assert losses[-1] < losses[0] / 2
+
+
+def test_a_summed_loss_is_judged_in_the_units_of_the_step_whatever_the_next_mini_batch():
+    """The whole data set twice over: twice the loss, and nothing else."""
+    loss = nn.MSELoss(reduction="sum")
+    optimizer = KFAC(network(), loss)
+    x, y = data(0, cases=40)
+    optimizer.step(optimizer.closure(x, y))
+    start = float(loss(_at(network(), parameters(KFAC(network(), loss)))(x), y).detach())
+    end = float(loss(optimizer.model(x), y).detach())
+    predicted = optimizer.report.predicted_change
+    optimizer.step(optimizer.closure(torch.cat([x, x]), torch.cat([y, y])))
+    assert optimizer.report.next_rho == pytest.approx((end - start) / predicted, rel=1e-6)
+    assert optimizer.state_dict()["kfac"]["noise"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_weight_decays_part_counts_in_what_a_step_may_promise():
+    """A model that fits, with large weights: the step may take the decay's part away."""
+    model = network()
+    x, _ = data(0)
+    optimizer = KFAC(model, LOSS, weight_decay=1.0)
+    y = model(x).detach() + 1e-3
+    first = objective_with(1.0, model, x, y)
+    for _ in range(8):
+        optimizer.step(optimizer.closure(x, y))
+    assert objective_with(1.0, model, x, y) < 0.5 * first
+
+
+def objective_with(eta: float, model: nn.Module, x: Tensor, y: Tensor) -> float:
+    with torch.no_grad():
+        squares = sum(float(p.square().sum()) for p in model.parameters())
+        return float(LOSS(model(x), y)) + eta / 2 * squares
+
+
+def test_a_state_from_before_the_first_step_fits_a_rule_that_does_not_search():
+    fresh = KFAC(network(), LOSS).state_dict()
+    optimizer = KFAC(network(), LOSS, damping=FixedDamping(0.2))
+    optimizer.load_state_dict(fresh)
+    optimizer.step(optimizer.closure(*data(0)))
+    assert optimizer.report.lambda_ == 0.2

@@ -50,7 +50,7 @@ def test_the_first_refresh_has_one_candidate():
 
 def test_where_lambda_has_drifted_gamma_may_follow():
     assert RULE.candidates(5, 30.0, 0.01, 0.0, Past(drifted=True)) == (30.0, 0.1)
-    assert RULE.due(1.0, 10.1)
+    assert RULE.due(1.0, 10.0), "as after a step that was taken back"
     assert RULE.due(1.0, 0.099)
     assert not RULE.due(1.0, 9.9)
     assert not RULE.due(1.0, 0.101)
@@ -97,6 +97,13 @@ def test_what_pays_goes_on_faster_and_what_does_not_turns_round():
     assert RULE.moved(3.0, (1.0, 0.2), 1.0) == -1.0
     assert RULE.moved(-2.0, (1.0, 3.0), 1.0) == 1.0
     assert RULE.moved(-2.0, (1.0,), 1.0) == -2.0, "nothing was tried"
+
+
+def test_from_the_floor_there_is_only_up():
+    gamma, other = RULE.candidates(9, 0.1, 1e-9, 0.01, Past(2.0, elapsed=20))
+    assert (gamma, other) == (0.1, pytest.approx(0.1 * (20 / 19) ** 10))
+    assert RULE.moved(2.0, (gamma, other), other) == -3.0
+    assert RULE.moved(2.0, (gamma, other), gamma) == 1.0
 
 
 def test_the_floor_can_be_chosen():

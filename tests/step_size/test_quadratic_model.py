@@ -195,17 +195,18 @@ def test_a_step_that_promises_more_than_there_is_is_cut_where_the_model_is_zero(
     r = torch.tensor([-3.0, 0.5], dtype=torch.float64)
     step = QuadraticModel().solve(Q, r, 1e-16)
     assert step.predicted_change < -2.4
-    cut = within(step, objective)
+    cut, share = within(step, objective)
     assert cut.predicted_change == -objective
     assert model_change(Q, r, cut.coefficients) == pytest.approx(-objective, rel=1e-12)
     # The nearer one of the two points on the ray where M is 0, in the same direction.
     shares = {c / full for c, full in zip(cut.coefficients, step.coefficients, strict=True)}
     assert max(shares) == pytest.approx(min(shares))
     assert 0 < max(shares) < 1
+    assert share == pytest.approx(max(shares))
 
 
 def test_a_step_that_promises_less_is_left_as_it_is():
     step = Step((1.0, 0.5), -0.7)
-    assert within(step, 0.7) is step
-    assert within(step, 5.0) is step
-    assert within(step, -1.0) is step, "such an objective is no sum of losses"
+    assert within(step, 0.7) == (step, 1.0)
+    assert within(step, 5.0) == (step, 1.0)
+    assert within(step, -1.0) == (step, 1.0), "such an objective is no sum of losses"

@@ -1,6 +1,6 @@
 """How far to go: (α, μ) by the exact-Fisher quadratic model, λ and γ [MG15 §6.4–§7]."""
 
-from kronfac.step_size.adaptive_damping import AdaptiveDamping
+from kronfac.step_size.adaptive_damping import DOMINATED, AdaptiveDamping
 from kronfac.step_size.adaptive_gamma import AdaptiveGamma
 from kronfac.step_size.conjugate_gradients import ConjugateGradients, refined
 from kronfac.step_size.fisher_products import fisher_gram, fisher_product
@@ -14,6 +14,7 @@ from kronfac.step_size.levenberg_marquardt import (
 from kronfac.step_size.quadratic_model import QuadraticModel, RawStep, Step, StepRule, within
 
 __all__ = [
+    "DOMINATED",
     "AdaptiveDamping",
     "AdaptiveGamma",
     "ConjugateGradients",

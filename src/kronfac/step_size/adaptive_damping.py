@@ -25,6 +25,9 @@ class AdaptiveDamping:
         ρ ≥ tolerated:  λ ← λ decayⁿ exp(−rate ρ (1 − s)),   n iterations since ρ was last measured
         ρ < tolerated:  λ ← λ exp(rate (tolerated − ρ)),     either by a factor of 10 at the most
 
+    with ρ in [0, 2] in the first. λ does not fall where it makes up less than a thousandth of the
+    curvature, nor rise for noise where it makes up more than half.
+
     ρ is that of the last step with the objective on the next mini-batch, whose rows the step was not
     fitted to: it falls short of 1 by what the quadratic model misses and by what is noise of the
     mini-batch alike. s is the share of the model's curvature along the step that is not λ's.
@@ -85,6 +88,8 @@ class AdaptiveDamping:
         if verdict.taken_back:
             return LARGEST_FACTOR * lambda_
         rho = verdict.rho
+        if math.isnan(rho):
+            return lambda_
         tolerated = self.tolerated if verdict.noisy else self.tolerated_exactly
         if rho < tolerated:
             if verdict.noisy and verdict.share < DOMINATED:

@@ -17,7 +17,7 @@ class AdaptiveGamma:
     paper's pace. If the other value is better the next try goes faster the same way, m ← 3/2 m up to 4;
     if not, the other way, m ← ∓1. So the search costs one extra refresh, and still covers decades.
 
-    γ is to follow λ where λ moves fast: after a change by more than `drift` the inverse is refreshed at
+    γ is to follow λ where λ moves fast: after a change by a factor of `drift` the inverse is refreshed at
     once, and √(λ + η) is the other value.
 
     M on a mini-batch rewards what fits its noise, and so ever smaller γ. Where the next mini-batches
@@ -59,21 +59,25 @@ class AdaptiveGamma:
         other = gamma * self.factor ** ((past.move or 1.0) * past.elapsed)
         if past.drifted:
             other = math.sqrt(lambda_ + weight_decay)
-        return tuple(dict.fromkeys((gamma, max(other, self._minimum(weight_decay)))))
+        other = max(other, self._minimum(weight_decay))
+        if other == gamma:  # at the floor, from where there is only up
+            other = gamma / self.factor**past.elapsed
+        return gamma, other
 
     def moved(self, move: float, candidates: tuple[float, ...], chosen: float) -> float:
         move = move or 1.0
         if len(candidates) < 2:
-            # Nothing tried, or the floor below: what was learned stays, and at the floor up is left.
-            return -move if candidates and chosen <= self._minimum(0.0) else move
-        if chosen == candidates[1]:
-            return math.copysign(min(1.5 * abs(move), _LONGEST), move)
-        return -math.copysign(1.0, move)
+            return move  # nothing was tried
+        tried = 1.0 if candidates[1] < candidates[0] else -1.0
+        if chosen != candidates[1]:
+            return -tried
+        return tried * min(1.5 * abs(move), _LONGEST)
 
     def due(self, inverse_lambda: float, lambda_: float) -> bool:
         if inverse_lambda == 0 or lambda_ == 0:
             return inverse_lambda != lambda_
-        return abs(math.log(lambda_ / inverse_lambda)) > math.log(self.drift)
+        # A step that was taken back moves λ by just this factor.
+        return abs(math.log(lambda_ / inverse_lambda)) >= math.log(self.drift) - 1e-9
 
     def check_interval(self, inverse_interval: int | None) -> None:
         pass

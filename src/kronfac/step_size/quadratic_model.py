@@ -57,8 +57,8 @@ def model_change(Q: Tensor, r: Tensor, coefficients: Sequence[float]) -> float:
     return float(c @ Q @ c / 2 + r @ c)
 
 
-def within(step: Step, objective: float) -> Step:
-    """The step, or the part of it that takes M from `objective` to 0 where it would go below.
+def within(step: Step, objective: float) -> tuple[Step, float]:
+    """The part of the step that takes M from `objective` to 0 where it would go below, and its share.
 
     Losses are not negative. On a few cases that are all but fitted the Fisher has hardly any curvature
     left, and the minimiser of M is far outside of where M says anything.
@@ -66,9 +66,9 @@ def within(step: Step, objective: float) -> Step:
     At c times a minimiser M has changed by (2c − c²)(M(δ) − M(0)).
     """
     if not 0 < objective < -step.predicted_change:
-        return step
+        return step, 1.0
     share = 1 - math.sqrt(1 - objective / -step.predicted_change)
-    return Step(tuple(share * c for c in step.coefficients), -objective)
+    return Step(tuple(share * c for c in step.coefficients), -objective), share
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ made from, so ρ on the next mini-batch is (G − N)/(G + N), and the test N > �
     ρ < (1 − θ²)/(1 + θ²).
 """
 
+import math
 from typing import Any, Protocol
 
 from kronfac.report import StepReport
@@ -72,25 +73,31 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         self.size = float(min(initial, self._final))
         """m, not yet rounded."""
         self._average = 1.0
-        self._seen = 0  # the iteration whose report was last looked at
+        self._last: StepReport | None = None  # that was looked at
         super().__init__(cases, self._next_size, seed)
 
     def _next_size(self, k: int) -> int:
-        report = self._optimizer.report
-        if report is not None and report.iteration != self._seen:
-            self._seen = report.iteration
-            if report.next_rho is not None and report.next_rho == report.next_rho:
-                self._average += (min(max(report.next_rho, -1.0), 1.0) - self._average) / 4
-                if self._average < self._threshold:
-                    self.size = min(self.size * self._growth, float(self._final))
+        self._look()
         return round(self.size)
+
+    def _look(self) -> None:
+        """At the report of the last step, once."""
+        report = self._optimizer.report
+        if report is None or report is self._last:
+            return
+        self._last = report
+        if report.next_rho is not None and not math.isnan(report.next_rho):
+            self._average += (min(max(report.next_rho, -1.0), 1.0) - self._average) / 4
+            if self._average < self._threshold:
+                self.size = min(self.size * self._growth, float(self._final))
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers and one tensor, for `torch.save` and `torch.load(weights_only=True)`."""
-        own = {"size": self.size, "average": self._average, "seen": self._seen}
-        return super().state_dict() | own
+        self._look()  # an optimizer that is loaded has no report
+        return super().state_dict() | {"size": self.size, "average": self._average}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the sampler that gave `state` was."""
         super().load_state_dict(state)
-        self.size, self._average, self._seen = state["size"], state["average"], state["seen"]
+        self.size, self._average = state["size"], state["average"]
+        self._last = self._optimizer.report
