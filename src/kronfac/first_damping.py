@@ -34,6 +34,9 @@ TRUSTED = 0.6
 MOST_TRIALS = 10
 ROUNDING = 32
 """ε of the loss below which a predicted change of it means nothing."""
+LEAST_CURVATURE = 1e-3
+"""Of the mean curvature: the step of one mini-batch, by the curvature of the same one, looks good with any
+damping; the next ones are the worse for too little."""
 BELOW_DECAY = 0.1
 """Of η: a smaller λ damps nothing that the weight decay does not."""
 
@@ -85,7 +88,8 @@ def first_lambda(
         change = objective_change(network, point, proposal.loss_seen, proposal.delta)
         return change / predicted if predicted < 0 and math.isfinite(change) else -math.inf
 
-    return least_trusted(rho, start, BELOW_DECAY * point.weight_decay)
+    floor = max(LEAST_CURVATURE * mean_curvature(factors), BELOW_DECAY * point.weight_decay)
+    return least_trusted(rho, start, floor)
 
 
 def mean_curvature(factors: KroneckerFactors) -> float:
@@ -110,7 +114,7 @@ def least_trusted(
     trials, x, here = 1, start, rho(start)
     down = here >= TRUSTED
     while trials < MOST_TRIALS and not (down and x <= floor):
-        following = x / FACTOR if down else x * FACTOR
+        following = max(x / FACTOR, floor) if down else x * FACTOR
         there = rho(following)
         trials += 1
         if math.isnan(here) or math.isnan(there):
@@ -118,6 +122,7 @@ def least_trusted(
         if (there >= TRUSTED) != down:
             trusted, other = (here, there) if down else (there, here)
             share = (trusted - TRUSTED) / (trusted - max(other, 0.0))
-            return max(x, following) * FACTOR**-share, trials
+            larger = max(x, following)
+            return larger * (min(x, following) / larger) ** share, trials
         x, here = following, there
     return x, trials

@@ -84,7 +84,7 @@ class KFAC(torch.optim.Optimizer):
         step_size: (α, μ): `QuadraticModel(momentum)`, `RawStep(alpha)`, or `ConjugateGradients(cg_steps)`
             for a longer minimisation of M, as Hessian-free optimisation does.
         statistics_fraction: τ₁, the share of the mini-batch that the statistics are taken on; None for
-            1/8, or 125 rows where that is more.
+            1/8, or 250 rows where that is more.
         fisher_fraction: τ₂, the share that the exact-Fisher products are taken on; None for 1/4, or 250
             rows where that is more.
         inverse_interval: T₃, iterations from one refresh of the inverse to the next; None for a quarter

@@ -35,7 +35,7 @@ FIRST_REFRESHES = 3
 AGE, LONGEST_INTERVAL = 1 / 4, 20
 # With the paper's fractions of a small mini-batch the factors and the curvature of the step would be of a
 # few rows; with these they cost no more than the gradient.
-LEAST_STATISTICS, LEAST_FISHER = 125, 250
+LEAST_ROWS = 250
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,15 @@ class Settings:
 
     def statistics_share(self, cases: int) -> float:
         """τ₁ for a mini-batch of so many cases."""
-        return _share(self.statistics_fraction, 1 / 8, LEAST_STATISTICS, cases)
+        return _share(self.statistics_fraction, 1 / 8, cases)
 
     def fisher_share(self, cases: int) -> float:
         """τ₂ for a mini-batch of so many cases."""
-        return _share(self.fisher_fraction, 1 / 4, LEAST_FISHER, cases)
+        return _share(self.fisher_fraction, 1 / 4, cases)
 
 
-def _share(chosen: float | None, usual: float, least: int, cases: int) -> float:
-    return max(usual, min(1.0, least / cases)) if chosen is None else chosen
+def _share(chosen: float | None, usual: float, cases: int) -> float:
+    return max(usual, min(1.0, LEAST_ROWS / cases)) if chosen is None else chosen
 
 
 @dataclass(frozen=True)

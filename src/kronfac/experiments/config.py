@@ -50,7 +50,7 @@ class KfacOptions:
     cg_steps: int = 1
     """Steps of preconditioned CG on the quadratic model; more than 1 is Hessian-free optimisation."""
     statistics_fraction: Annotated[
-        float | None, hint("FLOAT", "1/8; 125 rows at least but with paper")
+        float | None, hint("FLOAT", "1/8; 250 rows at least but with paper")
     ] = None
     """τ₁, share of the mini-batch for the statistics, in (0, 1]."""
     fisher_fraction: Annotated[

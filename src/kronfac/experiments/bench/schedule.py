@@ -9,7 +9,7 @@ from torch import nn
 
 from kronfac import KFAC, Gaussian, presets
 from kronfac.step_size import AdaptiveGamma
-from kronfac.update import LEAST_FISHER, LEAST_STATISTICS, LONGEST_INTERVAL, Settings
+from kronfac.update import LEAST_ROWS, LONGEST_INTERVAL, Settings
 
 Preset = Literal["paper", "default"]
 
@@ -90,5 +90,5 @@ def _interval_of_rho(settings: Settings, cases: int) -> float:
 def in_words(preset: Preset) -> str:
     """For the line above a table, whatever the size of the mini-batch."""
     schedule = str(Schedule.of_preset(preset, 10**9))
-    least = f"S₁ and S₂ of {LEAST_STATISTICS} and {LEAST_FISHER} rows at least"
+    least = f"S₁ and S₂ of {LEAST_ROWS} rows at least"
     return schedule if preset == "paper" else f"{schedule}, {least}"
