@@ -119,7 +119,6 @@ def _against(rule: DampingRule, state: State, rho: float, cause: str) -> Judgeme
         lambda_=rule.judged(state.lambda_, verdict),
         judged_iteration=state.iteration,
         previous_delta=None if kept is None else kept.previous_delta,
-        confirmed=_average(state.confirmed, -1.0),
         last=None,
     )
     return Judgement(before, rho, Event("taken_back", f"The last step is taken back: {cause}"))

@@ -17,7 +17,7 @@ class AdaptiveGamma:
     paper's pace. If the other value is better the next try goes faster the same way, m ← 3/2 m up to 4;
     if not, the other way, m ← ∓1. So the search costs one extra refresh, and still covers decades.
 
-    γ is to follow λ where λ moves fast: after a change by a factor of `drift` the inverse is refreshed at
+    γ is to follow λ where λ moves fast: after a change by more than `drift` the inverse is refreshed at
     once, and √(λ + η) is the other value.
 
     M on a mini-batch rewards what fits its noise, and so ever smaller γ. Where the next mini-batches
@@ -76,8 +76,8 @@ class AdaptiveGamma:
     def due(self, inverse_lambda: float, lambda_: float) -> bool:
         if inverse_lambda == 0 or lambda_ == 0:
             return inverse_lambda != lambda_
-        # A step that was taken back moves λ by just this factor.
-        return abs(math.log(lambda_ / inverse_lambda)) >= math.log(self.drift) - 1e-9
+        # More: a step that was taken back moves λ by 10, for a while, and γ would not come back.
+        return abs(math.log(lambda_ / inverse_lambda)) > math.log(self.drift) + 1e-9
 
     def check_interval(self, inverse_interval: int | None) -> None:
         pass
