@@ -62,7 +62,7 @@ def _ratios(trials: Sequence[StepTrial]) -> Table:
     ]
     note = (
         "Operations: matrix products and decompositions of an average step, counted from the shapes, "
-        "with three γ at a search and no column of the tridiagonal correction dropped."
+        "with all γ of a search and no column of the tridiagonal correction dropped."
     )
     return Table("A K-FAC step over one of SGD", columns, rows, note)
 
