@@ -16,6 +16,7 @@ from kronfac.factors import KroneckerFactors
 from kronfac.inverses import ApproximateInverse
 from kronfac.minibatch import draws_masks
 from kronfac.proposal import (
+    ROUNDING,
     Network,
     Point,
     RefusedError,
@@ -32,8 +33,6 @@ FACTOR = 10.0
 TRUSTED = 0.6
 """ρ of a step that the model describes well enough: between the ¼ and the ¾ of [MG15 §6.5]."""
 MOST_TRIALS = 10
-ROUNDING = 32
-"""ε of the loss below which a predicted change of it means nothing."""
 LEAST_CURVATURE = 1e-3
 """Of the mean curvature: the step of one mini-batch, by the curvature of the same one, looks good with any
 damping; the next ones are the worse for too little."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kronfac.proposal import Evaluation, Network, decay_change, moved_loss
+from kronfac.proposal import ROUNDING, Evaluation, Network, decay_change, moved_loss
 from kronfac.report import Event
 from kronfac.state import State
 from kronfac.step_size import DOMINATED, DampingRule, Verdict
@@ -19,8 +19,6 @@ NO_NOISE = 1e-2
 """Share of the predicted change below which noise explains nothing of ρ."""
 SIGNIFICANT = 2.0
 """Times the noise that a rise has to be for the step to be taken back."""
-ROUNDING = 32
-"""ε of the loss below which changes of it mean nothing."""
 
 
 @dataclass(frozen=True)
