@@ -10,7 +10,7 @@ import torch
 
 from kronfac.proposal import ROUNDING, Evaluation, Network, decay_change, moved_loss
 from kronfac.report import Event
-from kronfac.state import State
+from kronfac.state import LastStep, State
 from kronfac.step_size import DOMINATED, DampingRule, Verdict
 
 DECAY = 0.8
@@ -19,6 +19,9 @@ NO_NOISE = 1e-2
 """Share of the predicted change below which noise explains nothing of ρ."""
 SIGNIFICANT = 2.0
 """Times the noise that a rise has to be for the step to be taken back."""
+SUSPICIOUS = 4.0
+"""Times the noise that the loss has to be above that of the mini-batch before for the step between them to
+be judged out of turn; two mini-batches at the same θ differ by more about once in a thousand times."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,23 @@ class Judgement:
     """Why the step has to be taken back."""
 
 
+def suspicious(network: Network, state: State, loss: float, cases: int) -> bool:
+    """Whether the loss of the next mini-batch calls for a judgement of a step that was to have none."""
+    last = state.last
+    if last is None:
+        return False
+    if not math.isfinite(loss):
+        return True
+    if state.noise is None:
+        return False
+    loss *= _scale(network, last, cases)
+    assert state.previous_delta is not None
+    rounding = _rounding(state.previous_delta[0].dtype, loss, last.loss)
+    return loss - last.loss > SUSPICIOUS * state.noise + rounding
+
+
 def judge(
-    network: Network, rule: DampingRule, evaluation: Evaluation, state: State, in_turn: bool
+    network: Network, rule: DampingRule, evaluation: Evaluation, state: State
 ) -> Judgement | None:
     """ρ of the last step, (h(θ) − h(θ − δ)) / (M(δ) − M(0)) with h on the new rows.
 
@@ -42,10 +60,10 @@ def judge(
     the noise of sampling. A step after which h is higher by more than twice that is taken back.
 
     None if these rows can't tell: the loss is not finite before the step either, or what changed is
-    below the rounding error of the loss. Out of turn, a loss that is finite is not looked into.
+    below the rounding error of the loss.
     """
     last, delta, loss = state.last, state.previous_delta, float(evaluation.loss)
-    if last is None or delta is None or (math.isfinite(loss) and not in_turn):
+    if last is None or delta is None:
         return None
     back = tuple(V.neg() for V in delta)
     seen = evaluation.batch.seen_loss
@@ -55,13 +73,13 @@ def judge(
         return None
     if not math.isfinite(loss):
         return _against(rule, state, math.nan, f"the loss became {loss} after it.")
-    # A sum over cases is of the size of its mini-batch; all of this is in units of the step's own.
-    scale = last.cases / evaluation.batch.cases if network.objective.reduction == "sum" else 1.0
+    scale = _scale(network, last, evaluation.batch.cases)
     loss, loss_before = scale * loss, scale * loss_before
-    rounding = ROUNDING * torch.finfo(delta[0].dtype).eps * max(abs(loss), abs(last.loss))
-    if abs(last.predicted_change) <= rounding or loss == loss_before:
-        return _invisible(state)
+    rounding = _rounding(delta[0].dtype, loss, last.loss)
     change = loss - loss_before - decay_change(network, evaluation.weight_decay, back)
+    # What was predicted may vanish beside the loss that a bad step led to; the rise does not.
+    if loss == loss_before or max(abs(last.predicted_change), abs(change)) <= rounding:
+        return _invisible(state)
     rho = change / last.predicted_change
     sample = abs(loss_before - last.loss)
     noise = max(sample, state.noise or 0.0)
@@ -87,6 +105,16 @@ def judge(
         last=None,
     )
     return Judgement(judged, rho)
+
+
+def _scale(network: Network, last: LastStep, cases: int) -> float:
+    """Of a loss on so many cases, into the units of the step's own mini-batch: a sum grows with it."""
+    return last.cases / cases if network.objective.reduction == "sum" else 1.0
+
+
+def _rounding(dtype: torch.dtype, *losses: float) -> float:
+    """What a difference of such losses may be by rounding alone."""
+    return ROUNDING * torch.finfo(dtype).eps * max(abs(loss) for loss in losses)
 
 
 def _invisible(state: State) -> Judgement | None:

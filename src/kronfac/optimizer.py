@@ -15,7 +15,7 @@ from kronfac import state as saving
 from kronfac.closure import MiniBatchClosure, Rows
 from kronfac.errors import ClosureError, StateError
 from kronfac.inverses import ApproximateInverse, BlockDiagonalInverse, BlockTridiagonalInverse
-from kronfac.judgement import Judgement, judge
+from kronfac.judgement import Judgement, judge, suspicious
 from kronfac.layers import find_layers
 from kronfac.likelihoods import objective_of
 from kronfac.parameters import StaleGradients, as_loss, gradient, loss_at, move, place
@@ -154,30 +154,24 @@ class KFAC(torch.optim.Optimizer):
                 "KFAC.closure(x, y) makes one."
             )
         watch = Stopwatch()
-        judging = in_turn = self._judges_next()
+        judging = self._judges_next()
         judgement: Judgement | None = None
         while True:
             with watch("gradient"):
                 returned, network, evaluation, stale, rows = self._evaluate(closure)
             if judging and judgement is None:
                 with watch("reduction_ratio"):
-                    judgement = judge(
-                        network, self.settings.damping, evaluation, self._state, in_turn
-                    )
+                    judgement = judge(network, self.settings.damping, evaluation, self._state)
                 if judgement is not None and self._accept(network, judgement):
                     self._forget_gradients()
                     continue  # at the parameters from before the step that was taken back
             with watch("gradient"):
                 point = self._point(network, evaluation, stale, rows)
-            try:
-                report = self._advance(network, point, watch)
-            except RefusedError as refusal:
-                unexplained = self._state.last is not None and not bool(point.loss.isfinite())
-                if unexplained and not judging:
-                    judging = True  # out of turn: was it the last step, or is it these rows?
-                    self._forget_gradients()
-                    continue
-                report = self._refusal(point, watch, refusal)
+            report = self._advance(network, point, watch, judging)
+            if report is None:
+                judging = True  # out of turn: was it the last step, or is it these rows?
+                self._forget_gradients()
+                continue
             break
         if judgement is not None:
             events = () if judgement.event is None else (judgement.event,)
@@ -264,9 +258,20 @@ class KFAC(torch.optim.Optimizer):
         self._state = judgement.state
         return judgement.event is not None
 
-    def _advance(self, network: Network, point: Point, watch: Stopwatch) -> StepReport:
-        """Compute a step and take it: all or nothing."""
-        transition = Update(network, self.settings)(point, self._state, watch)
+    def _advance(
+        self, network: Network, point: Point, watch: Stopwatch, judged: bool
+    ) -> StepReport | None:
+        """Compute a step and take it: all or nothing. None if the last step has to be judged first."""
+        cases = point.batch.cases
+        try:
+            transition = Update(network, self.settings)(point, self._state, watch)
+        except RefusedError as refusal:
+            if not judged and suspicious(network, self._state, float(point.loss), cases):
+                return None
+            return self._refusal(point, watch, refusal)
+        # Only here, where the host knows the loss without another synchronisation.
+        if not judged and suspicious(network, self._state, transition.report.loss, cases):
+            return None
         with watch("commit"):
             state = transition.state
             if self._judges_next(state):

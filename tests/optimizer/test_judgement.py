@@ -202,6 +202,54 @@ def test_a_step_after_which_the_loss_is_not_finite_is_taken_back_at_once(damping
     assert float(loss) == pytest.approx(float(LOSS(_at(model, start)(x), y).detach()), rel=1e-9)
 
 
+def test_a_step_that_was_to_have_no_judgement_is_judged_where_the_loss_jumps():
+    """In the third iteration of a hundred, on rows that are always the same: noise explains nothing."""
+    damping = AdaptiveDamping(settling=3, interval=100)
+    optimizer = KFAC(network(), LOSS, damping=damping)
+    x, y = data(0, cases=300)
+    closure = optimizer.closure(x, y)
+    for _ in range(4):
+        optimizer.step(closure)
+    start = float(LOSS(optimizer.model(x), y).detach())
+    sensible, lambda_ = optimizer.settings, optimizer.report.lambda_
+    reckless(optimizer)
+    optimizer.step(closure)
+    assert optimizer.report.next_rho is None
+    optimizer.settings = sensible
+    loss = float(optimizer.step(closure))
+    assert [event.kind for event in optimizer.report.events] == ["taken_back"]
+    assert loss == pytest.approx(start)
+    assert optimizer.report.lambda_ == pytest.approx(10 * lambda_)
+
+
+def test_mini_batches_that_differ_arouse_no_suspicion():
+    """Judged out of turn: at the most one step in a hundred of a training in which all is well."""
+    optimizer = KFAC(network(), LOSS, damping=AdaptiveDamping(settling=20, interval=1000))
+    judged = 0
+    for step in range(220):
+        optimizer.step(optimizer.closure(*data(step, cases=300)))
+        judged += step >= 20 and optimizer.report.next_rho is not None
+    assert judged <= 2
+
+
+def test_a_rise_is_seen_however_little_was_predicted():
+    """A loss so large that what was predicted is below its rounding error, as float32 soon has it."""
+    optimizer = KFAC(network().float(), LOSS)
+    x, y = (part.float() for part in data(0))
+    closure = optimizer.closure(x, y)
+    optimizer.step(closure)
+    before, sensible = float(LOSS(optimizer.model(x), y).detach()), optimizer.settings
+    reckless(optimizer, 1e4)
+    optimizer.step(closure)
+    optimizer.settings = sensible
+    last = replace(optimizer._state.last, predicted_change=-1e-3)
+    optimizer._state = replace(optimizer._state, last=last)
+    assert float(LOSS(optimizer.model(x), y).detach()) > 1e5
+    loss = float(optimizer.step(closure))
+    assert optimizer.report.events[0].kind == "taken_back"
+    assert loss == pytest.approx(before)
+
+
 def test_rows_that_are_not_finite_themselves_say_nothing_of_the_last_step():
     optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS)
     for step in range(3):
