@@ -10,6 +10,7 @@ Names and layouts, 0-based, layer i being the i-th in the chain:
 The last two are kept for the block-tridiagonal inverse only; otherwise they are empty.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +27,8 @@ class KroneckerFactors:
     G: tuple[Tensor, ...]
     A_next: tuple[Tensor, ...] = ()
     G_next: tuple[Tensor, ...] = ()
+    cases: float = math.inf
+    """How many cases of equal weight would be as sure an estimate."""
 
 
 class MovingAverage:
@@ -64,9 +67,30 @@ class MovingAverage:
                 for M, (x, y) in zip(getattr(self._previous, name), pairs, strict=True)
             )
 
-    def value(self) -> KroneckerFactors:
-        """The average with everything that was added."""
-        return KroneckerFactors(**self._moments)
+    def value(self, cases: int) -> KroneckerFactors:
+        """The average with everything that was added, which was of so many cases."""
+        variance = (1 - self._decay) ** 2 / cases
+        if self._previous is not None:
+            variance += self._decay**2 / self._previous.cases
+        return KroneckerFactors(**self._moments, cases=1 / variance)
+
+
+def sampling_error(factors: KroneckerFactors) -> float:
+    """The damping of A ⊗ G that makes up for its having been estimated from n cases.
+
+    The inverse of a second moment of d features is too large on average, by a share of about d/n of what
+    it should be. Adding tr(A)/n to the eigenvalues of A, whose mean is tr(A)/d, makes up for that. With
+    tr(G)/n for G the product of what is added is
+
+        tr(A) tr(G) / n²,
+
+    here as a mean over all parameters.
+    """
+    entries = [len(A) * len(G) for A, G in zip(factors.A, factors.G, strict=True)]
+    products = [A.trace() * G.trace() for A, G in zip(factors.A, factors.G, strict=True)]
+    weights = torch.tensor(entries, dtype=torch.float64) / sum(entries)
+    mean = torch.stack(products).cpu().double() @ weights
+    return float(mean) / factors.cases**2
 
 
 def ema_decay(iteration: int, ceiling: float) -> float:

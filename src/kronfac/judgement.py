@@ -89,18 +89,20 @@ def judge(
             f"{last.predicted_change:.3g} was predicted and mini-batches differ by {noise:.3g}."
         )
         return _against(rule, state, rho, cause)
+    noisy = noise > rounding + NO_NOISE * abs(last.predicted_change)
     verdict = Verdict(
         # Without re-scaling M may predict a rise, of which ρ ≈ 1 says nothing good.
         rho=rho if last.predicted_change < 0 else -math.inf,
         share=last.curvature_share,
-        noisy=noise > rounding + NO_NOISE * abs(last.predicted_change),
+        noisy=noisy,
         elapsed=state.iteration - state.judged_iteration,
     )
     judged = replace(
         state,
         lambda_=rule.judged(state.lambda_, verdict),
         judged_iteration=state.iteration,
-        confirmed=_average(state.confirmed, min(max(rho, -1.0), 1.0)),
+        # Where the next rows are the same ones, what M missed is no noise, and λ sees to it.
+        confirmed=_average(state.confirmed, min(max(rho, -1.0), 1.0)) if noisy else state.confirmed,
         noise=_average(state.noise, sample),
         last=None,
     )

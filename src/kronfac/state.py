@@ -17,7 +17,7 @@ from kronfac.inverses import ApproximateInverse, DampedInverse
 from kronfac.inverses.base import pack
 from kronfac.layers import Layer, Matrices
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)

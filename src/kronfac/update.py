@@ -242,6 +242,7 @@ class Update:
             elapsed=k - before.inverse_iteration,
             drifted=drifted,
             confirmed=1.0 if before.confirmed is None else before.confirmed,
+            factors=factors,
         )
         candidates = settings.gamma.candidates(
             k, before.gamma, before.lambda_, point.weight_decay, past

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from kronfac.factors import MovingAverage, ema_decay
+from kronfac.factors import KroneckerFactors, MovingAverage, ema_decay, sampling_error
 from tests.conftest import ALGEBRA, normal
 
 WIDTHS = (3, 4, 2)
@@ -30,7 +30,7 @@ def averaged(previous, decay, a, g, neighbours=True):
     average = MovingAverage(previous, decay, neighbours)
     average.add("A", a, 0.5)
     average.add("G", g, 3.0)
-    return average.value()
+    return average.value(len(a[0]))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_parts_add_up():
     for part in (rows(0, 6), rows(10, 2), rows(20, 1)):
         average.add("A", part, 0.5)
         average.add("G", part, 0.5)
-    value = average.value()
+    value = average.value(9)
     expected = moments(rows(0, 6), rows(10, 2), rows(20, 1))
     for i in range(3):
         assert_close(value.A[i], 0.5 * expected["own"][i], **ALGEBRA)
@@ -90,6 +90,40 @@ def test_the_first_iterations_are_a_plain_average():
     for i in range(3):
         assert_close(running.A[i], torch.stack([e.A[i] for e in estimates]).mean(0), **ALGEBRA)
         assert_close(running.G[i], torch.stack([e.G[i] for e in estimates]).mean(0), **ALGEBRA)
+
+
+def test_cases_are_as_many_as_would_be_as_sure_with_equal_weights():
+    """A mean with weights w of independent cases has the variance of one over 1/Σw² of them."""
+    running, weights = None, torch.empty(0, dtype=torch.float64)
+    for k, count in enumerate((4, 7, 5, 12, 3) * 6, start=1):
+        decay = ema_decay(k, 0.9)
+        running = averaged(running, decay, rows(10 * k, count), rows(10 * k + 5, count))
+        new = torch.full((count,), (1 - decay) / count, dtype=torch.float64)
+        weights = torch.cat([decay * weights, new])
+        assert running.cases == pytest.approx(1 / float(weights.square().sum()), rel=1e-12)
+    assert float(weights.sum()) == pytest.approx(1)
+
+
+def test_sampling_error_is_that_of_a_parameter_on_average():
+    factors = averaged(None, 0.0, rows(0), rows(5))
+    total = parameters = 0.0
+    for A, G in zip(factors.A, factors.G, strict=True):
+        for _ in range(len(A) * len(G)):
+            total += float(torch.linalg.eigvalsh(A).sum() * torch.linalg.eigvalsh(G).sum())
+            parameters += 1
+    assert sampling_error(factors) == pytest.approx(total / parameters / 6**2, rel=1e-12)
+
+
+@pytest.mark.parametrize("cases", [400, 1600])
+def test_the_sampling_error_makes_up_for_what_an_inverse_is_too_large_by(cases):
+    """Of white rows, whose true second moment is the identity, d/n of them being 1/8 and 1/32."""
+    rows = normal(cases, 50, seed=1)
+    A = rows.mT @ rows / cases
+    added = sampling_error(KroneckerFactors((A,), (A,), cases=cases)) ** 0.5
+    eigenvalues = torch.linalg.eigvalsh(A)
+    too_large = float((1 / eigenvalues).mean()) - 1
+    assert too_large == pytest.approx(50 / cases, rel=0.2)
+    assert abs(float((1 / (eigenvalues + added)).mean()) - 1) < too_large / 6
 
 
 def test_without_neighbours_there_are_none():

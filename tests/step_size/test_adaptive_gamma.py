@@ -1,9 +1,11 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kronfac.factors import KroneckerFactors
 from kronfac.step_size import AdaptiveGamma, Past
 
 RULE = AdaptiveGamma()
@@ -75,14 +77,24 @@ def test_candidates_are_positive_different_and_above_the_floor(
     assert all(other >= max(math.sqrt(eta), 1e-4) for other in candidates[1:])
 
 
-def test_where_the_next_mini_batches_do_not_confirm_the_model_gamma_stays():
-    def tried(confirmed: float, drifted: bool = False) -> int:
-        past = Past(elapsed=20, drifted=drifted, confirmed=confirmed)
-        return len(RULE.candidates(9, 0.3, 1.0, 0.0, past))
+@pytest.mark.parametrize("drifted", [False, True])
+def test_where_the_next_mini_batches_do_not_confirm_the_model_gamma_is_of_the_sampling_error(
+    drifted,
+):
+    """A = 4 I of 3 and G = I of 2, from 20 cases: γ = 2.5 √(12 · 2) / 20."""
+    factors = KroneckerFactors((4 * torch.eye(3),), (torch.eye(2),), cases=20)
+    expected = 2.5 * math.sqrt(24) / 20
 
-    assert tried(0.45) == 1
-    assert tried(0.55) == 2
-    assert tried(0.45, drifted=True) == 2
+    def tried(iteration: int, gamma: float, confirmed: float, eta: float = 0.0):
+        past = Past(elapsed=20, drifted=drifted, confirmed=confirmed, factors=factors)
+        return RULE.candidates(iteration, gamma, 1.0, eta, past)
+
+    assert len(tried(40, 0.3, 0.55)) == 2
+    for gamma in (0.3, 3.0):
+        assert tried(40, gamma, 0.45) == (pytest.approx(expected),)
+    assert tried(20, 3.0, 0.45) == (pytest.approx(expected),)
+    assert tried(20, 0.3, 0.45) == (0.3,), "of few cases it does not rise"
+    assert tried(40, 0.3, 0.45, eta=4.0) == (2.0,), "not below √η"
 
 
 def test_the_pace_is_the_papers_at_first():
@@ -115,7 +127,14 @@ def test_the_floor_can_be_chosen():
 
 @pytest.mark.parametrize(
     "settings",
-    [{"drift": 1.0}, {"minimum": 0.0}, {"minimum": math.inf}, {"trusted": 1.1}, {"factor": 1.0}],
+    [
+        {"strength": 0.0},
+        {"drift": 1.0},
+        {"minimum": 0.0},
+        {"minimum": math.inf},
+        {"trusted": 1.1},
+        {"factor": 1.0},
+    ],
 )
 def test_settings_are_checked(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):

@@ -60,7 +60,7 @@ def estimate(
                 case_weight / (cases * fisher.draws),
             )
         start += call.rows
-    return average.value()
+    return average.value(cases)
 
 
 def _reusing(layers: Sequence[Layer], call: Call) -> AbstractContextManager[None]:

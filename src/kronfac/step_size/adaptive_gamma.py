@@ -1,35 +1,46 @@
-"""γ by one trial a refresh, near or far as the last ones told; kronfac's own way to [MG15 §6.6]."""
+"""γ by how sure the factors are, or by trial where that tells; kronfac's own way to [MG15 §6.6]."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal
 
+from kronfac.factors import sampling_error
 from kronfac.step_size.gamma_search import FLOOR, Past
 
 _LONGEST = 4.0
+FIRST_ITERATIONS = 20
+"""In which the moving averages fill up: they then forget at a rate of 1/20."""
 
 
 @dataclass(frozen=True)
 class AdaptiveGamma:
-    """At every refresh the better of γ and one other value, by M(δ).
+    """As M(δ) says where M is to be trusted; elsewhere as large as the factors' sampling error.
 
-    The other value is γ · factor^(m n), n iterations after the last refresh; m starts as 1, which is the
-    paper's pace. If the other value is better the next try goes faster the same way, m ← 3/2 m up to 4;
-    if not, the other way, m ← ∓1. So the search costs one extra refresh, and still covers decades.
+    M on a mini-batch rewards what fits its noise, and so ever smaller γ. Where mini-batches differ and
+    the next ones confirm less than `trusted` of what M predicts,
+
+        γ² = strength² · mean of tr(A) tr(G) / n²,
+
+    the mean being what makes up for the moving averages' being worth n cases and no more (see
+    `sampling_error`). In the first iterations, where that is few, γ does not rise by it.
+
+    Where M is trusted, the better of γ and one other value is taken at every refresh, by M(δ). The other
+    one is γ · factor^(m n), n iterations after the last refresh; m starts as 1, which is the paper's
+    pace. If the other value is better the next try goes faster the same way, m ← 3/2 m up to 4; if not,
+    the other way, m ← ∓1. So the search costs one extra refresh, and still covers decades.
 
     γ is to follow λ where λ moves fast: after a change by more than `drift` the inverse is refreshed at
     once, and √(λ + η) is the other value.
 
-    M on a mini-batch rewards what fits its noise, and so ever smaller γ. Where the next mini-batches
-    confirm less than `trusted` of what M predicts, γ stays.
-
     Args:
+        strength: of γ in units of the sampling error's root.
         factor: per iteration; the paper's √(19/20) [MG15 §6.6].
         drift: the factor.
         trusted: the share.
         minimum: the smallest γ that is tried; None for √η, or 1e-4 where that is smaller.
     """
 
+    strength: float = 2.5
     factor: float = (19 / 20) ** 0.5
     drift: float = 10.0
     trusted: float = 0.5
@@ -37,6 +48,10 @@ class AdaptiveGamma:
     criterion: Literal["model"] = "model"
 
     def __post_init__(self) -> None:
+        if not 0 < self.strength < math.inf:
+            raise ValueError(
+                f"AdaptiveGamma's strength is positive and finite; got {self.strength}."
+            )
         if not 0 < self.factor < 1:
             raise ValueError(f"AdaptiveGamma's factor lies in (0, 1); got {self.factor}.")
         if not self.drift > 1:
@@ -54,8 +69,12 @@ class AdaptiveGamma:
     def candidates(
         self, iteration: int, gamma: float, lambda_: float, weight_decay: float, past: Past
     ) -> tuple[float, ...]:
-        if iteration == 1 or not (past.drifted or past.confirmed >= self.trusted):
+        if iteration == 1:
             return (gamma,)
+        if past.confirmed < self.trusted and past.factors is not None:
+            sure = self.strength * math.sqrt(sampling_error(past.factors))
+            sure = max(sure, self._minimum(weight_decay))
+            return (min(sure, gamma) if iteration <= FIRST_ITERATIONS else sure,)
         other = gamma * self.factor ** ((past.move or 1.0) * past.elapsed)
         if past.drifted:
             other = math.sqrt(lambda_ + weight_decay)

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from kronfac.factors import KroneckerFactors
+
 # With no weight decay there is no natural floor for γ. This one keeps the damped factors of ordinary
 # networks within reach of a float32 Cholesky decomposition.
 FLOOR = 1e-4
@@ -21,6 +23,8 @@ class Past:
     """Whether `due` made this refresh."""
     confirmed: float = 1.0
     """What part of M's predictions the next mini-batches confirmed of late; 1 where that is not known."""
+    factors: KroneckerFactors | None = None
+    """That the inverse is refreshed from."""
 
 
 _NOTHING = Past()
