@@ -80,7 +80,11 @@ def judge(
     # What was predicted may vanish beside the loss that a bad step led to; the rise does not.
     if loss == loss_before or max(abs(last.predicted_change), abs(change)) <= rounding:
         return _invisible(state)
-    rho = change / last.predicted_change
+    rho = (
+        change / last.predicted_change
+        if last.predicted_change
+        else -math.copysign(math.inf, change)
+    )
     sample = abs(loss_before - last.loss)
     noise = max(sample, state.noise or 0.0)
     if change > SIGNIFICANT * noise + rounding:

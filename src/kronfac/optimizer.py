@@ -31,6 +31,7 @@ from kronfac.statistics import (
     chain_order,
 )
 from kronfac.step_size import (
+    STEADY,
     AdaptiveDamping,
     AdaptiveGamma,
     DampingRule,
@@ -116,7 +117,9 @@ class KFAC(torch.optim.Optimizer):
             fisher=_choose("fisher", fisher, _FISHERS, Fisher),  # type: ignore[type-abstract]
             damping=AdaptiveDamping() if damping is None else damping,
             gamma=AdaptiveGamma() if gamma is None else gamma,
-            step_size=QuadraticModel(bounded=True) if step_size is None else step_size,
+            step_size=QuadraticModel(bounded=True, steady=STEADY)
+            if step_size is None
+            else step_size,
             statistics_fraction=statistics_fraction,
             fisher_fraction=fisher_fraction,
             inverse_interval=inverse_interval,

@@ -172,7 +172,7 @@ def propose(
         inner, r = numbers[count**2 : -4].reshape(count + 1, count).split([count, 1])
         Q = fisher + (before.lambda_ + point.weight_decay) * inner
         precision = torch.finfo(point.gradient[0].dtype).eps
-        step = step_size.solve(Q, r[0], precision)
+        step = step_size.solve(Q, r[0], precision, before.confidence)
         if not math.isfinite(step.predicted_change):
             raise RefusedError("The predicted change of the objective is not finite.")
         loss, seen_value, _, squared = numbers[-4:].tolist()

@@ -75,6 +75,11 @@ class State:
     decayed: Matrices | None = None
     """η F̆⁻¹θ as of the last refresh, for the low-rank route [MG15 §8]."""
 
+    @property
+    def confidence(self) -> float:
+        """`confirmed`, and 1 where that is not known."""
+        return 1.0 if self.confirmed is None else self.confirmed
+
 
 def save(state: State, layers: Sequence[Layer], inverse: ApproximateInverse) -> dict[str, Any]:
     """A dictionary that `torch.load(weights_only=True)` reads back."""

@@ -241,7 +241,7 @@ class Update:
             move=before.gamma_move,
             elapsed=k - before.inverse_iteration,
             drifted=drifted,
-            confirmed=1.0 if before.confirmed is None else before.confirmed,
+            confirmed=before.confidence,
             factors=factors,
         )
         candidates = settings.gamma.candidates(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import kronfac
-from kronfac import KFAC, AdaptiveDamping, FixedDamping, LevenbergMarquardt, RawStep
+from kronfac import KFAC, AdaptiveDamping, FixedDamping, LevenbergMarquardt, QuadraticModel, RawStep
 from tests.conftest import mlp, normal
 from tests.optimizer.runs import INVERSES, closure_of, same
 
@@ -66,7 +66,7 @@ def test_rho_is_that_of_the_step_before_on_rows_that_it_has_not_seen(inverse, ow
 
 def test_lambda_moves_by_what_the_next_mini_batch_says():
     """By the rule of `AdaptiveDamping`, s = 1 − λ‖δ‖² / −2(M(δ) − M(0)) where (α, μ) minimise M."""
-    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, weight_decay=ETA)
+    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, weight_decay=ETA, step_size=QuadraticModel())
     seen = 0
     for step in range(1, 25):
         report = optimizer.report

@@ -205,6 +205,20 @@ def test_a_step_that_promises_more_than_there_is_is_cut_where_the_model_is_zero(
     assert share == pytest.approx(max(shares))
 
 
+@pytest.mark.parametrize("objective", [0.02, 0.3, 0.6])
+@pytest.mark.parametrize("length", [0.3, 0.9, 1.4])
+def test_so_is_a_step_that_is_no_minimiser(objective, length):
+    Q = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
+    r = torch.tensor([-3.0, 0.5], dtype=torch.float64)
+    c = tuple(length * x for x in (1.0, 0.4))
+    step = Step(c, model_change(Q, r, c), slope=-3.0 * c[0] + 0.5 * c[1])
+    assert step.predicted_change < -0.6
+    cut, share = within(step, objective)
+    assert 0 < share < 1
+    assert model_change(Q, r, cut.coefficients) == pytest.approx(-objective, rel=1e-12)
+    assert all(model_change(Q, r, [t * share * x for x in c]) > -objective for t in (0.3, 0.9))
+
+
 def test_a_step_that_promises_less_is_left_as_it_is():
     step = Step((1.0, 0.5), -0.7)
     assert within(step, 0.7) == (step, 1.0)

@@ -1,6 +1,7 @@
 """The mini-batch grows where the next one does not confirm what a step promised."""
 
 from dataclasses import dataclass
+from itertools import combinations
 
 import pytest
 import torch
@@ -68,13 +69,55 @@ def test_a_mini_batch_has_no_case_twice():
     assert sorted(sampler.next_indices().tolist()) == list(range(50))
 
 
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_what_the_next_mini_batch_of_a_pass_sees_tells_what_all_cases_see(m):
+    """h_i = ½ (θ − x_i)² on six cases, a Newton step from m of them: all pairs of mini-batches, exactly."""
+    x, theta = [0.3, -1.2, 2.0, 0.7, -0.4, 1.9], 0.1
+
+    def h(at: float, cases) -> float:
+        return sum((at - x[i]) ** 2 / 2 for i in cases) / len(cases)
+
+    sums, pairs = [0.0, 0.0, 0.0], 0
+    for batch in combinations(range(6), m):
+        for following in combinations(sorted(set(range(6)) - set(batch)), m):
+            after = sum(x[i] for i in batch) / m
+            changes = [h(after, cases) - h(theta, cases) for cases in (batch, following, range(6))]
+            sums, pairs = [a + b for a, b in zip(sums, changes, strict=True)], pairs + 1
+    predicted, following, everywhere = (total / pairs for total in sums)
+    share = m / 6
+    assert everywhere / predicted == pytest.approx((1 - share) * following / predicted + share)
+
+
+def test_a_share_of_the_data_is_taken_into_account():
+    optimizer = Scripted()
+    sampler = AdaptiveBatchSampler(1000, optimizer, initial=400)
+    for k in range(40):
+        optimizer.report = StepReport(k + 1, 1.0, 1.0, 1.0, next_rho=-0.6, cases=400)
+        sampler.next_indices()
+    assert sampler.size == 400, "of all cases ρ is 0.6 (−0.6) + 0.4 = 0.04"
+    for k in range(40, 80):
+        optimizer.report = StepReport(k + 1, 1.0, 1.0, 1.0, next_rho=-0.7, cases=400)
+        sampler.next_indices()
+    assert sampler.size > 400
+
+
+def test_every_case_comes_once_before_any_comes_again():
+    sampler = AdaptiveBatchSampler(50, Scripted(), initial=12)
+    batches = [sampler.next_indices().tolist() for _ in range(25)]
+    assert all(len(set(batch)) == 12 for batch in batches), "and none twice in a mini-batch"
+    drawn = [index for batch in batches for index in batch]
+    passes = [drawn[start : start + 50] for start in range(0, 300, 50)]
+    assert all(sorted(order) == list(range(50)) for order in passes)
+    assert len({tuple(order) for order in passes}) == 6
+
+
 def test_it_continues_exactly():
     optimizer = Scripted()
     sampler = AdaptiveBatchSampler(3_000, optimizer, initial=20, seed=4)
     sizes(sampler, optimizer, [0.0] * 15)
     optimizer.says(16, -1.0)  # not yet looked at when the state is saved
     state = sampler.state_dict()
-    expected = [sampler.next_indices() for _ in range(3)]
+    expected = [sampler.next_indices() for _ in range(200)]
     again = AdaptiveBatchSampler(3_000, Scripted(), initial=20, seed=9)
     again.load_state_dict(state)
     assert again.size == sampler.size

@@ -12,9 +12,11 @@ from kronfac.step_size.levenberg_marquardt import (
     Verdict,
 )
 from kronfac.step_size.quadratic_model import QuadraticModel, RawStep, Step, StepRule, within
+from kronfac.step_size.steady_momentum import STEADY
 
 __all__ = [
     "DOMINATED",
+    "STEADY",
     "AdaptiveDamping",
     "AdaptiveGamma",
     "ConjugateGradients",

@@ -15,6 +15,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from kronfac.step_size.steady_momentum import least_momentum, steadied
+
 
 @dataclass(frozen=True)
 class Step:
@@ -23,6 +25,8 @@ class Step:
     coefficients: tuple[float, ...]
     predicted_change: float
     """M(δ) − M(0)."""
+    slope: float | None = None
+    """∇hᵀδ; None along the directions of a minimiser, where it is twice the change."""
 
 
 class StepRule(Protocol):
@@ -43,10 +47,11 @@ class StepRule(Protocol):
         """Steps of conjugate gradients on M, this one included."""
         ...
 
-    def solve(self, Q: Tensor, r: Tensor, precision: float) -> Step:
+    def solve(self, Q: Tensor, r: Tensor, precision: float, confirmed: float = 1.0) -> Step:
         """The step, from Q (k, k) and r (k,) in float64.
 
-        `precision` is the ε of the dtype that the entries were computed in.
+        `precision` is the ε of the dtype that the entries were computed in; `confirmed`, of what M
+        predicted of late, the part that the next mini-batches saw come true.
         """
         ...
 
@@ -63,12 +68,16 @@ def within(step: Step, objective: float) -> tuple[Step, float]:
     Losses are not negative. On a few cases that are all but fitted the Fisher has hardly any curvature
     left, and the minimiser of M is far outside of where M says anything.
 
-    At c times a minimiser M has changed by (2c − c²)(M(δ) − M(0)).
+    At c δ, M has changed by c g + c² q/2 with g = ∇hᵀδ and q the curvature along δ.
     """
     if not 0 < objective < -step.predicted_change:
         return step, 1.0
-    share = 1 - math.sqrt(1 - objective / -step.predicted_change)
-    return Step(tuple(share * c for c in step.coefficients), -objective), share
+    slope = 2 * step.predicted_change if step.slope is None else step.slope
+    curvature = 2 * (step.predicted_change - slope)
+    # The smaller root of c g + c² q/2 = −objective, in the form that loses no digits.
+    share = 2 * objective / (-slope + math.sqrt(slope**2 - 2 * curvature * objective))
+    cut = tuple(share * c for c in step.coefficients)
+    return Step(cut, -objective, share * slope), share
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,8 @@ class QuadraticModel:
     """(α, μ) = argmin M: δ = αΔ + μδ₀, or δ = αΔ with `momentum=False`.
 
     With `bounded=True`, KFAC's own choice, a step on which M would become negative is cut where it is 0.
+    With `steady`, where the next mini-batches confirm less than half of what M predicts, μ is at least
+    that, down to nothing confirmed, or as near as M allows (`steady_momentum.py`); KFAC has 0.5.
 
     Directions that are linearly dependent to rounding (δ₀ ≈ Δ, δ₀ = 0) make Q singular; its
     pseudo-inverse, taken after scaling every direction to unit curvature, then gives the smallest of
@@ -84,9 +95,10 @@ class QuadraticModel:
 
     momentum: bool = True
     bounded: bool = False
+    steady: float = 0.0
     cg_steps: ClassVar[int] = 1
 
-    def solve(self, Q: Tensor, r: Tensor, precision: float) -> Step:
+    def solve(self, Q: Tensor, r: Tensor, precision: float, confirmed: float = 1.0) -> Step:
         scale = Q.diagonal().clamp(min=0).sqrt()
         # A direction without curvature is a zero vector (or one that neither F, λ nor η sees): it
         # takes no part.
@@ -97,6 +109,11 @@ class QuadraticModel:
         inverted = torch.where(values > cutoff, 1 / values, torch.zeros_like(values))
         c = -unit * (vectors @ (inverted * (vectors.mT @ (unit * r))))
         coefficients = tuple(float(x) for x in c)
+        least = least_momentum(self.steady, confirmed)
+        if len(coefficients) == 2 and least > 0:
+            coefficients = steadied(Q, r, coefficients, least)
+            slope = float(r @ torch.tensor(coefficients, dtype=torch.float64))
+            return Step(coefficients, model_change(Q, r, coefficients), slope)
         return Step(coefficients, model_change(Q, r, coefficients))
 
 
@@ -112,5 +129,5 @@ class RawStep:
     bounded: ClassVar[bool] = False
     cg_steps: ClassVar[int] = 1
 
-    def solve(self, Q: Tensor, r: Tensor, precision: float) -> Step:
+    def solve(self, Q: Tensor, r: Tensor, precision: float, confirmed: float = 1.0) -> Step:
         return Step((self.alpha,), model_change(Q, r, (self.alpha,)))

@@ -6,10 +6,17 @@ the Fisher, at no cost: a full step is predicted to gain (G + N)/2 and gains (G 
 made from, so ρ on the next mini-batch is (G − N)/(G + N), and the test N > θ²G is
 
     ρ < (1 − θ²)/(1 + θ²).
+
+Mini-batches of one pass over the data have no case in common, so that where one is above the average the
+others are below. With m of all n cases in each, a step that fits its own noise loses more on the next
+mini-batch than on all cases together, and the ρ of these is (1 − m/n) ρ + m/n.
 """
 
 import math
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from kronfac.report import StepReport
 from kronfac.training.batch_schedule import ScheduledBatchSampler
@@ -25,11 +32,14 @@ class Reporting(Protocol):
 
 
 class AdaptiveBatchSampler(ScheduledBatchSampler):
-    """Endless mini-batches of a size that grows with the noise: the first m of a fresh permutation.
+    """Endless mini-batches of a size that grows with the noise.
 
-    With every ρ that the optimizer measures on a next mini-batch, an average of them below `threshold`
-    makes m larger by the factor `growth`. Works as `DataLoader(data, batch_sampler=sampler)`, or by
-    `data[sampler.next_indices()]`, and continues exactly from `state_dict()`.
+    Every case comes once before any comes again, in an order that is new each time: over such a pass the
+    noise of the mini-batches cancels. With every ρ that the optimizer measures on a next mini-batch, an
+    average of them below `threshold` makes m larger by the factor `growth`.
+
+    Works as `DataLoader(data, batch_sampler=sampler)`, or by `data[sampler.next_indices()]`, and continues
+    exactly from `state_dict()`.
 
     Example:
         >>> optimizer = KFAC(model, loss)
@@ -43,7 +53,7 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         optimizer: A `KFAC` with `AdaptiveDamping`, which is its default.
         initial: The first m; all cases where there are fewer.
         final: The largest m; None for all cases.
-        threshold: (1 − θ²)/(1 + θ²) of the norm test.
+        threshold: (1 − θ²)/(1 + θ²) of the norm test; 0 is θ = 1.
         growth: A factor.
         seed: Of the sampler's own generator.
     """
@@ -55,12 +65,12 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         *,
         initial: int = 500,
         final: int | None = None,
-        threshold: float = 0.05,
+        threshold: float = 0.0,
         growth: float = 1.1,
         seed: int = 0,
     ) -> None:
-        if not 0 <= threshold < 1:
-            raise ValueError(f"AdaptiveBatchSampler's threshold lies in [0, 1); got {threshold}.")
+        if not -1 <= threshold < 1:
+            raise ValueError(f"AdaptiveBatchSampler's threshold lies in [-1, 1); got {threshold}.")
         if not growth > 1:
             raise ValueError(f"AdaptiveBatchSampler's growth is a factor above 1; got {growth}.")
         if initial < 1 or not (final is None or initial <= final):
@@ -73,8 +83,23 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         self.size = float(min(initial, self._final))
         """m, not yet rounded."""
         self._average = 1.0
+        self._left = torch.empty(0, dtype=torch.int64)  # of the current pass over the data
         self._last: StepReport | None = None  # that was looked at
         super().__init__(cases, self._next_size, seed)
+
+    def next_indices(self) -> Tensor:
+        """The indices of the next mini-batch, (m_k,), int64."""
+        size = self._size(self.iteration + 1)
+        self.iteration += 1
+        indices, self._left = self._left[:size], self._left[size:]
+        if len(indices) < size:
+            order = torch.randperm(self.cases, generator=self._generator)
+            # None twice in a mini-batch: what was left of the last pass comes later in this one.
+            repeated = torch.isin(order, indices)
+            order = torch.cat([order[~repeated], order[repeated]])
+            missing = size - len(indices)
+            indices, self._left = torch.cat([indices, order[:missing]]), order[missing:]
+        return indices
 
     def _next_size(self, k: int) -> int:
         self._look()
@@ -87,17 +112,21 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
             return
         self._last = report
         if report.next_rho is not None and not math.isnan(report.next_rho):
-            self._average += (min(max(report.next_rho, -1.0), 1.0) - self._average) / 4
+            share = min(report.cases / self.cases, 1.0)
+            rho = (1 - share) * min(max(report.next_rho, -1.0), 1.0) + share
+            self._average += (rho - self._average) / 4
             if self._average < self._threshold:
                 self.size = min(self.size * self._growth, float(self._final))
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers and one tensor, for `torch.save` and `torch.load(weights_only=True)`."""
         self._look()  # an optimizer that is loaded has no report
-        return super().state_dict() | {"size": self.size, "average": self._average}
+        own = {"size": self.size, "average": self._average, "left": self._left}
+        return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the sampler that gave `state` was."""
         super().load_state_dict(state)
         self.size, self._average = state["size"], state["average"]
+        self._left = state["left"].cpu()
         self._last = self._optimizer.report

@@ -137,7 +137,7 @@ class PlainStep(RawStep):
     predicted to make things worse.
     """
 
-    def solve(self, Q: Tensor, r: Tensor, precision: float) -> Step:
+    def solve(self, Q: Tensor, r: Tensor, precision: float, confirmed: float = 1.0) -> Step:
         """α = 1."""
         return Step((self.alpha,), float(r[0]) / 2)
 
