@@ -53,7 +53,7 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         optimizer: A `KFAC` with `AdaptiveDamping`, which is its default.
         initial: The first m; all cases where there are fewer.
         final: The largest m; None for all cases.
-        threshold: (1 − θ²)/(1 + θ²) of the norm test; 0 is θ = 1.
+        threshold: (1 − θ²)/(1 + θ²) of the norm test; 0 is θ = 1, more is less noise.
         growth: A factor.
         seed: Of the sampler's own generator.
     """
@@ -65,7 +65,7 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         *,
         initial: int = 500,
         final: int | None = None,
-        threshold: float = 0.0,
+        threshold: float = 0.03,
         growth: float = 1.1,
         seed: int = 0,
     ) -> None:
