@@ -15,15 +15,15 @@ from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.factors import KroneckerFactors
 from kronfac.inverses import ApproximateInverse
 from kronfac.minibatch import draws_masks
-from kronfac.proposal import (
+from kronfac.point import (
     ROUNDING,
     Network,
     Point,
     RefusedError,
     check_finite,
     objective_change,
-    propose,
 )
+from kronfac.proposal import propose
 from kronfac.report import Stopwatch
 from kronfac.state import State
 from kronfac.step_size import StepRule

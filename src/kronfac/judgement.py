@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kronfac.proposal import ROUNDING, Evaluation, Network, decay_change, moved_loss
+from kronfac.point import ROUNDING, Evaluation, Network, decay_change, moved_loss
 from kronfac.report import Event
 from kronfac.state import LastStep, State
 from kronfac.step_size import DOMINATED, DampingRule, Verdict

@@ -19,7 +19,7 @@ from kronfac.judgement import Judgement, judge, suspicious
 from kronfac.layers import find_layers
 from kronfac.likelihoods import objective_of
 from kronfac.parameters import StaleGradients, as_loss, gradient, loss_at, move, place
-from kronfac.proposal import Evaluation, Network, Point, RefusedError
+from kronfac.point import Evaluation, Network, Point, RefusedError
 from kronfac.report import Event, StepReport, Stopwatch
 from kronfac.state import Kept, State
 from kronfac.statistics import (

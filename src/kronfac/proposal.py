@@ -4,90 +4,20 @@ Nothing here changes anything but its own new tensors.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kronfac.closure import Rows
 from kronfac.factors import KroneckerFactors
 from kronfac.inverses import DampedInverse
 from kronfac.inverses.block_diagonal import DampedBlockDiagonal
-from kronfac.layers import Layer, Matrices, dot
-from kronfac.likelihoods import Objective
-from kronfac.minibatch import Batch
+from kronfac.layers import Matrices
+from kronfac.point import Network, Point, RefusedError, check_finite
 from kronfac.report import Stopwatch
 from kronfac.state import State
 from kronfac.step_size import Step, StepRule, fisher_gram, fisher_product, refined, within
-
-# Relative difference, in ε of the parameters' dtype, between the loss that a closure returned and the
-# loss of the rows it used above which the closure computes something that K-FAC cannot see. Both are
-# of the same pass: only the summation over micro-batches differs.
-LOSS_TOLERANCE = 64
-ROUNDING = 32
-"""ε of the loss below which a change of it, predicted or measured, means nothing."""
-
-
-class RefusedError(Exception):
-    """This step must not be taken."""
-
-
-@dataclass(frozen=True)
-class Network:
-    """What is trained: a model, its layers in order, and what its outputs are judged by."""
-
-    model: nn.Module
-    layers: Sequence[Layer]
-    objective: Objective
-
-    def case_weight(self, batch: Batch) -> float:
-        """c, what multiplies the Fisher of an average case."""
-        return self.objective.case_weight(batch.cases, batch.outputs)
-
-    def theta(self) -> Matrices:
-        """The parameters, a copy."""
-        joined = ((layer.join(layer.parameters()), layer.parameters()[0]) for layer in self.layers)
-        # Without a bias there is nothing to join.
-        return tuple(V.clone() if V.data_ptr() == weight.data_ptr() else V for V, weight in joined)
-
-    def parameters_at(self, delta: Matrices) -> dict[str, Tensor]:
-        """θ + δ by the parameters' names."""
-        return {
-            name: parameter + part
-            for layer, V in zip(self.layers, delta, strict=True)
-            for name, parameter, part in zip(
-                layer.parameter_names(), layer.parameters(), layer.split(V), strict=True
-            )
-        }
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The objective at θ on the rows of the mini-batch S′."""
-
-    loss: Tensor
-    """As the closure returned it."""
-    weight_decay: float
-    batch: Batch
-    reevaluate: Callable[[Matrices], Tensor]
-    """The loss at θ + δ by calling the closure there, for losses that K-FAC cannot see."""
-
-    def seen(self, loss: float, seen_loss: float, dtype: torch.dtype) -> bool:
-        """Whether the closure's loss is the loss module's value on the model's outputs."""
-        largest = max(abs(loss), abs(seen_loss))
-        tolerance = LOSS_TOLERANCE * torch.finfo(dtype).eps * largest
-        return math.isfinite(largest) and abs(loss - seen_loss) <= tolerance
-
-
-@dataclass(frozen=True)
-class Point(Evaluation):
-    """What the closure found at θ."""
-
-    gradient: Matrices
-    """Of h, weight decay included."""
-    rows: tuple[Rows, ...] | None = None
-    """The gradient in factors, for the low-rank route."""
 
 
 @dataclass(frozen=True)
@@ -231,39 +161,6 @@ def _refined(
     return refined(delta, point.gradient, product, inverse.mv, cg_steps - 1)
 
 
-def moved_loss(
-    network: Network, evaluation: Evaluation, loss_seen: bool, delta: Matrices
-) -> Tensor:
-    """The loss at θ + δ on the rows of `evaluation`, by a forward pass, in float64."""
-    if not loss_seen:
-        return evaluation.reevaluate(delta).double()
-    batch = evaluation.batch
-    moved = network.parameters_at(delta)
-    total = torch.zeros((), dtype=torch.float64, device=delta[0].device)
-    for call in batch.calls:
-        assert call.targets is not None
-        outputs = call.run(network.model, moved)
-        total = total + network.objective.total(outputs, call.targets, batch.cases).double()
-    return total
-
-
-def objective_change(
-    network: Network, evaluation: Evaluation, loss_seen: bool, delta: Matrices
-) -> float:
-    """h(θ + δ) − h(θ) on S′, weight decay included [MG15 §6.5]."""
-    old = evaluation.batch.seen_loss if loss_seen else evaluation.loss
-    assert old is not None
-    change = moved_loss(network, evaluation, loss_seen, delta) - old.double()
-    return float(change) + decay_change(network, evaluation.weight_decay, delta)
-
-
-def decay_change(network: Network, weight_decay: float, delta: Matrices) -> float:
-    """η/2 (‖θ + δ‖² − ‖θ‖²) without the cancellation."""
-    if weight_decay == 0:
-        return 0.0
-    return weight_decay * float(dot(network.theta(), delta) + dot(delta, delta) / 2)
-
-
 def _inner_products(directions: Sequence[Matrices], gradient: Matrices) -> Tensor:
     """v_iᵀv_j and, in a last row, ∇hᵀv_j, flattened, in float64.
 
@@ -302,15 +199,3 @@ def _squares(network: Network, point: Point) -> Tensor:
 def _health(factors: KroneckerFactors) -> Tensor:
     """A number that is finite if the diagonals of all factors are."""
     return torch.stack([M.diagonal().sum() for M in (*factors.A, *factors.G)]).double().sum()
-
-
-def check_finite(point: Point, factors: KroneckerFactors, layers: Sequence[Layer]) -> None:
-    """Raise `RefusedError` with the first cause of non-finite numbers, if there is one."""
-    if not bool(point.loss.isfinite()):
-        raise RefusedError(f"The loss is {float(point.loss)}.")
-    for layer, V in zip(layers, point.gradient, strict=True):
-        if not bool(V.isfinite().all()):
-            raise RefusedError(f"The gradient of layer {layer.name!r} is not finite.")
-    for layer, A, G in zip(layers, factors.A, factors.G, strict=True):
-        if not bool(A.isfinite().all() and G.isfinite().all()):
-            raise RefusedError(f"The statistics of layer {layer.name!r} are not finite.")

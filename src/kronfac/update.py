@@ -15,14 +15,8 @@ from kronfac.factors import KroneckerFactors, ema_decay
 from kronfac.first_damping import first_lambda
 from kronfac.inverses import ApproximateInverse, DampedInverse
 from kronfac.layers import Matrices
-from kronfac.proposal import (
-    Network,
-    Point,
-    Proposal,
-    check_finite,
-    objective_change,
-    propose,
-)
+from kronfac.point import Network, Point, check_finite, objective_change
+from kronfac.proposal import Proposal, propose
 from kronfac.report import Event, StepReport, Stopwatch
 from kronfac.state import LastStep, State
 from kronfac.statistics import Fisher, estimate

@@ -12,7 +12,7 @@ import torch
 
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.optimizer import KFAC
-from kronfac.proposal import Point, RefusedError
+from kronfac.point import Point, RefusedError
 from kronfac.report import Stopwatch
 from kronfac.state import State
 from kronfac.step_size import FixedGamma, LevenbergMarquardt, QuadraticModel, RawStep, StepRule

@@ -8,6 +8,9 @@ from kronfac.factors import sampling_error
 from kronfac.step_size.gamma_search import FLOOR, Past
 
 _LONGEST = 4.0
+LEAST = 1e-3
+"""γ by the sampling error is not smaller: a network that fits all its cases has next to no curvature, and
+steps from mini-batches there throw out single cases that are not among them."""
 FIRST_ITERATIONS = 20
 """In which the moving averages fill up: they then forget at a rate of 1/20."""
 
@@ -73,7 +76,7 @@ class AdaptiveGamma:
             return (gamma,)
         if past.confirmed < self.trusted and past.factors is not None:
             sure = self.strength * math.sqrt(sampling_error(past.factors))
-            sure = max(sure, self._minimum(weight_decay))
+            sure = max(sure, LEAST, self._minimum(weight_decay))
             return (min(sure, gamma) if iteration <= FIRST_ITERATIONS else sure,)
         other = gamma * self.factor ** ((past.move or 1.0) * past.elapsed)
         if past.drifted:
