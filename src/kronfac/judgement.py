@@ -126,7 +126,7 @@ def _rounding(dtype: torch.dtype, *losses: float) -> float:
 def _invisible(state: State) -> Judgement | None:
     """Of a step that is too short to be seen: where it is λ that made it so, λ is less."""
     assert state.last is not None
-    if state.last.curvature_share >= DOMINATED:
+    if state.last.curvature_share >= DOMINATED or state.last.predicted_change == 0:
         return None
     shorter = replace(
         state, lambda_=state.lambda_ / 10, judged_iteration=state.iteration, last=None

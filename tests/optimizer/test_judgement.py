@@ -390,3 +390,24 @@ def test_a_state_from_before_the_first_step_fits_a_rule_that_does_not_search():
     optimizer.load_state_dict(fresh)
     optimizer.step(optimizer.closure(*data(0)))
     assert optimizer.report.lambda_ == 0.2
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_mini_batches_that_are_fitted_to_rounding_move_nothing(noisy):
+    """Two classes far apart, in float32: probabilities that are 1 to the last digit teach nothing."""
+    model = mlp([2, 8, 2], seed=3).float()
+    optimizer = KFAC(model, nn.CrossEntropyLoss())
+    x = torch.tensor([[3.0, 1.0], [-3.0, -1.0]]).repeat(40, 1)
+    y = torch.tensor([0, 1]).repeat(40)
+    x = x + 0.1 * normal(80, 2, seed=5).float()
+    eps = torch.finfo(torch.float32).eps
+    for step in range(60):
+        before = parameters(optimizer)
+        rows = torch.arange(80)
+        if noisy:
+            rows = torch.randperm(80, generator=torch.Generator().manual_seed(step))[:20]
+        loss = float(optimizer.step(optimizer.closure(x[rows], y[rows])).detach())
+        if noisy and loss < eps:
+            assert same(parameters(optimizer), before)
+    assert (optimizer._state.confirmed is None) != noisy
+    assert float(nn.CrossEntropyLoss()(model(x), y).detach()) < 10 * eps

@@ -219,6 +219,15 @@ def test_so_is_a_step_that_is_no_minimiser(objective, length):
     assert all(model_change(Q, r, [t * share * x for x in c]) > -objective for t in (0.3, 0.9))
 
 
+def test_below_what_the_loss_resolves_there_is_nothing_to_gain():
+    step = Step((1.0, 0.5), -0.7)
+    cut, share = within(step, 0.5, least=0.2)
+    assert cut.predicted_change == pytest.approx(-0.3)
+    assert 0 < share < 1
+    assert within(step, 0.2, least=0.2) == (Step((0.0, 0.0), 0.0, 0.0), 0.0)
+    assert within(step, 1.0, least=0.2) == (step, 1.0)
+
+
 def test_a_step_that_promises_less_is_left_as_it_is():
     step = Step((1.0, 0.5), -0.7)
     assert within(step, 0.7) == (step, 1.0)

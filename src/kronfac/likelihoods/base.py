@@ -6,6 +6,7 @@ weighed in the objective is `Objective`'s business.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,10 @@ class Likelihood(nn.Module, ABC):
     The negative log-probability of a case is summed over its outputs, so that the loss is the paper's
     objective h(θ) = E[−log p(y|x, θ)] and not that divided by the number of outputs.
     """
+
+    saturates: ClassVar[bool] = False
+    """Whether the score is a difference of probabilities, which has no digits left where a case is all but
+    certain: where −log r is of the size of the dtype's ε."""
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean over cases of −log r(y|z)."""

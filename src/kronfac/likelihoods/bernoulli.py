@@ -1,6 +1,7 @@
 """y_j ~ Bernoulli(σ(z_j)), independent: logistic outputs with cross-entropy."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ class Bernoulli(Likelihood):
 
     Targets may be anything in [0, 1], as the grey levels of an image are.
     """
+
+    saturates: ClassVar[bool] = True
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return functional.binary_cross_entropy_with_logits(outputs, targets, reduction="sum")

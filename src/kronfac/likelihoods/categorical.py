@@ -1,6 +1,7 @@
 """y ~ Categorical(softmax(z)): classification."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ class Categorical(Likelihood):
     Targets are class indices (cases,) or distributions over the classes (cases, K). Label smoothing
     ε replaces a target q by (1 − ε) q + ε/K, which leaves the Fisher as it is.
     """
+
+    saturates: ClassVar[bool] = True
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         super().__init__()

@@ -62,15 +62,20 @@ def model_change(Q: Tensor, r: Tensor, coefficients: Sequence[float]) -> float:
     return float(c @ Q @ c / 2 + r @ c)
 
 
-def within(step: Step, objective: float) -> tuple[Step, float]:
-    """The part of the step that takes M from `objective` to 0 where it would go below, and its share.
+def within(step: Step, objective: float, least: float = 0.0) -> tuple[Step, float]:
+    """The part of the step that takes M from `objective` to `least` where it would go below, and its share.
 
     Losses are not negative. On a few cases that are all but fitted the Fisher has hardly any curvature
     left, and the minimiser of M is far outside of where M says anything.
 
     At c δ, M has changed by c g + c² q/2 with g = ∇hᵀδ and q the curvature along δ.
     """
-    if not 0 < objective < -step.predicted_change:
+    if not objective > 0:
+        return step, 1.0
+    objective -= least
+    if objective <= 0:
+        return Step((0.0,) * len(step.coefficients), 0.0, 0.0), 0.0
+    if not objective < -step.predicted_change:
         return step, 1.0
     slope = 2 * step.predicted_change if step.slope is None else step.slope
     curvature = 2 * (step.predicted_change - slope)
