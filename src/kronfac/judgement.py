@@ -93,7 +93,8 @@ def judge(
             f"{last.predicted_change:.3g} was predicted and mini-batches differ by {noise:.3g}."
         )
         return _against(rule, state, rho, cause)
-    noisy = noise > rounding + NO_NOISE * abs(last.predicted_change)
+    resolution = scale * network.resolution(evaluation.batch)
+    noisy = noise > rounding + resolution + NO_NOISE * abs(last.predicted_change)
     verdict = Verdict(
         # Without re-scaling M may predict a rise, of which ρ ≈ 1 says nothing good.
         rho=rho if last.predicted_change < 0 else -math.inf,

@@ -290,7 +290,7 @@ class KFAC(torch.optim.Optimizer):
         """Whether the step after this state judges the one before."""
         state = state or self._state
         last = state.last
-        return last is not None and self.settings.damping.judges(state.iteration + 1, last.cases)
+        return last is not None and self.settings.damping.judges(state.iteration + 1)
 
     def _forget_gradients(self) -> None:
         """So that a closure which is called again does not add to what it left."""

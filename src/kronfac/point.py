@@ -40,6 +40,13 @@ class Network:
         """c, what multiplies the Fisher of an average case."""
         return self.objective.case_weight(batch.cases, batch.outputs)
 
+    def resolution(self, batch: Batch) -> float:
+        """The loss below which its gradient is rounding error."""
+        if not self.objective.likelihood.saturates:
+            return 0.0
+        dtype = self.layers[0].parameters()[0].dtype
+        return self.case_weight(batch) * torch.finfo(dtype).eps
+
     def theta(self) -> Matrices:
         """The parameters, a copy."""
         joined = ((layer.join(layer.parameters()), layer.parameters()[0]) for layer in self.layers)

@@ -119,7 +119,10 @@ def propose(
             )
             step = Step(step.coefficients, step.predicted_change + change)
     if step_size.bounded:
-        least = _resolution(network, point) if before.confirmed is not None else 0.0
+        # Where mini-batches differ, steps from a loss that is rounding error are long and lead anywhere,
+        # which cases that are not among these have to pay for. Where they don't differ, such a step shows
+        # at once, and is taken back.
+        least = network.resolution(point.batch) if before.confirmed is not None else 0.0
         step, cut = within(step, loss + point.weight_decay / 2 * squared, least)
         if cut < 1:
             delta = tuple(V.mul_(cut) for V in delta)
@@ -133,17 +136,6 @@ def propose(
         loss_seen=seen is not None and point.seen(loss, seen_value, point.gradient[0].dtype),
         curvature_share=curvature / damped if damped > 0 else 1.0,
     )
-
-
-def _resolution(network: Network, point: Point) -> float:
-    """The loss below which its gradient is rounding error.
-
-    Where mini-batches differ, steps from there are long and lead anywhere, which cases that are not among
-    these have to pay for. Where they don't, such a step shows at once, and is taken back.
-    """
-    if not network.objective.likelihood.saturates:
-        return 0.0
-    return network.case_weight(point.batch) * torch.finfo(point.gradient[0].dtype).eps
 
 
 def _refined(

@@ -13,9 +13,6 @@ DOMINATED = 0.5
 """Share below which most of the curvature is λ's already: noise makes ρ −s at the least, so that a lower
 one is noise of the measurement, and says nothing for a larger λ."""
 LARGEST_FACTOR = 10.0
-FEW_CASES = 256
-"""Mini-batches up to here have every step judged: a pass over them costs little beside the rest of a step,
-and steps made from few cases are the ones that go wrong."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,7 @@ class AdaptiveDamping:
     Args:
         lambda_: where the search for the first λ starts, which takes a few trial steps on the first
             mini-batch; None for the mean curvature.
-        interval: iterations from one measurement of ρ to the next; each costs a forward pass. With 256
-            cases and fewer every iteration measures it.
+        interval: iterations from one measurement of ρ to the next; each costs a forward pass.
         settling: so many iterations at the start measure ρ every time.
         decay: of λ where all is well, per iteration; the paper's [MG15 §6.5].
         tolerated: ρ where mini-batches differ. With a gradient G and noise N in it, a full step has
@@ -80,9 +76,8 @@ class AdaptiveDamping:
     def updated(self, lambda_: float, rho: float) -> float:
         return lambda_
 
-    def judges(self, iteration: int, cases: int) -> bool:
-        always = iteration <= self.settling or cases <= FEW_CASES
-        return iteration > 1 and (always or iteration % self.interval == 0)
+    def judges(self, iteration: int) -> bool:
+        return iteration > 1 and (iteration <= self.settling or iteration % self.interval == 0)
 
     def judged(self, lambda_: float, verdict: Verdict) -> float:
         if verdict.taken_back:

@@ -43,11 +43,8 @@ class DampingRule(Protocol):
         """λ after an iteration that measured ρ."""
         ...
 
-    def judges(self, iteration: int, cases: int) -> bool:
-        """Whether ρ of the step before is wanted on the rows of this iteration, at the same cost.
-
-        `cases` is the size of the mini-batch of the step before.
-        """
+    def judges(self, iteration: int) -> bool:
+        """Whether ρ of the step before is wanted on the rows of this iteration, at the same cost."""
         ...
 
     def judged(self, lambda_: float, verdict: Verdict) -> float:
@@ -81,7 +78,7 @@ class LevenbergMarquardt:
     def measures(self, iteration: int) -> bool:
         return iteration % self.interval == 0
 
-    def judges(self, iteration: int, cases: int) -> bool:
+    def judges(self, iteration: int) -> bool:
         return False
 
     def judged(self, lambda_: float, verdict: Verdict) -> float:
@@ -110,7 +107,7 @@ class FixedDamping:
     def updated(self, lambda_: float, rho: float) -> float:
         return lambda_
 
-    def judges(self, iteration: int, cases: int) -> bool:
+    def judges(self, iteration: int) -> bool:
         return False
 
     def judged(self, lambda_: float, verdict: Verdict) -> float:

@@ -46,7 +46,7 @@ class Schedule:
         return cls(
             tau1=settings.statistics_share(cases),
             tau2=settings.fisher_share(cases),
-            T1=_interval_of_rho(settings, cases),
+            T1=_interval_of_rho(settings),
             T2=T3 if adaptive else getattr(settings.gamma, "interval", math.inf),
             T3=T3,
             directions=1 + settings.step_size.momentum,
@@ -80,10 +80,10 @@ class Schedule:
         return ", ".join(parts)
 
 
-def _interval_of_rho(settings: Settings, cases: int) -> float:
+def _interval_of_rho(settings: Settings) -> float:
     """From the rule itself, in iterations far beyond its first."""
     rule, late = settings.damping, range(10_000, 10_100)
-    found = [k for k in late if rule.measures(k) or rule.judges(k, cases)]
+    found = [k for k in late if rule.measures(k) or rule.judges(k)]
     return len(late) / len(found) if found else math.inf
 
 
