@@ -25,7 +25,8 @@ class LinearLayer(Layer):
         return [prefix + "weight"] + ([prefix + "bias"] if self.has_bias else [])
 
     def parameters(self) -> list[nn.Parameter]:
-        return list(self.module.parameters(recurse=False))
+        # Not `module.parameters()`, whose search costs small networks a few per cent of a step.
+        return [p for p in self.module._parameters.values() if p is not None]
 
     def inputs(self, x: Tensor) -> Tensor:
         x = self._vectors(x, "inputs")
