@@ -36,19 +36,25 @@ class Judgement:
     """Why the step has to be taken back."""
 
 
-def suspicious(network: Network, state: State, loss: float, cases: int) -> bool:
-    """Whether the loss of the next mini-batch calls for a judgement of a step that was to have none."""
+def suspicious(
+    network: Network, rule: DampingRule, state: State, loss: float, penalty: float, cases: int
+) -> bool:
+    """Whether the loss of the next mini-batch calls for a judgement of a step that was to have none.
+
+    `penalty` is η/2 ‖θ‖²: where that falls, the loss may rise.
+    """
     last = state.last
-    if last is None:
+    if last is None or last.predicted_change == 0:  # no step was made
         return False
     if not math.isfinite(loss):
         return True
-    if state.noise is None:
+    if state.noise is None or not rule.suspects:
         return False
     loss *= _scale(network, last, cases)
     assert state.previous_delta is not None
     rounding = _rounding(state.previous_delta[0].dtype, loss, last.loss)
-    return loss - last.loss > SUSPICIOUS * state.noise + rounding
+    rise = loss - last.loss + penalty - last.penalty
+    return rise > SUSPICIOUS * _unit(network, last) * state.noise + rounding
 
 
 def judge(
@@ -59,17 +65,17 @@ def judge(
     θ − δ was seen on the step's own rows and is now seen on these: the difference of the two losses is
     the noise of sampling. A step after which h is higher by more than twice that is taken back.
 
-    None if these rows can't tell: the loss is not finite before the step either, or what changed is
-    below the rounding error of the loss.
+    None if these rows can't tell: the loss is not finite before the step either, it is 0 before and after,
+    or what changed is below its rounding error; and if there was no step to speak of.
     """
     last, delta, loss = state.last, state.previous_delta, float(evaluation.loss)
-    if last is None or delta is None:
+    if last is None or delta is None or last.predicted_change == 0:
         return None
     back = tuple(V.neg() for V in delta)
     seen = evaluation.batch.seen_loss
     loss_seen = seen is not None and evaluation.seen(loss, float(seen), delta[0].dtype)
     loss_before = float(moved_loss(network, evaluation, loss_seen, back))
-    if not math.isfinite(loss_before):
+    if not math.isfinite(loss_before) or loss == loss_before == 0:
         return None
     if not math.isfinite(loss):
         return _against(rule, state, math.nan, f"the loss became {loss} after it.")
@@ -80,13 +86,10 @@ def judge(
     # What was predicted may vanish beside the loss that a bad step led to; the rise does not.
     if loss == loss_before or max(abs(last.predicted_change), abs(change)) <= rounding:
         return _invisible(state)
-    rho = (
-        change / last.predicted_change
-        if last.predicted_change
-        else -math.copysign(math.inf, change)
-    )
+    rho = change / last.predicted_change
+    unit = _unit(network, last)
     sample = abs(loss_before - last.loss)
-    noise = max(sample, state.noise or 0.0)
+    noise = max(sample, unit * (state.noise or 0.0))
     if change > SIGNIFICANT * noise + rounding:
         cause = (
             f"on the next mini-batch the objective rose by {change:.3g} with it, where "
@@ -94,7 +97,14 @@ def judge(
         )
         return _against(rule, state, rho, cause)
     resolution = scale * network.resolution(evaluation.batch)
-    noisy = noise > rounding + resolution + NO_NOISE * abs(last.predicted_change)
+    negligible = NO_NOISE * abs(last.predicted_change)
+    noisy = noise > rounding + resolution + negligible
+    confirmed = state.confirmed
+    if noisy:
+        confirmed = _average(confirmed, min(max(rho, -1.0), 1.0))
+    elif confirmed is not None and noise <= negligible:
+        # Where the next rows are the same ones, what M missed is no noise, and λ sees to it.
+        confirmed = _average(confirmed, 1.0)
     verdict = Verdict(
         # Without re-scaling M may predict a rise, of which ρ ≈ 1 says nothing good.
         rho=rho if last.predicted_change < 0 else -math.inf,
@@ -106,9 +116,8 @@ def judge(
         state,
         lambda_=rule.judged(state.lambda_, verdict),
         judged_iteration=state.iteration,
-        # Where the next rows are the same ones, what M missed is no noise, and λ sees to it.
-        confirmed=_average(state.confirmed, min(max(rho, -1.0), 1.0)) if noisy else state.confirmed,
-        noise=_average(state.noise, sample),
+        confirmed=confirmed,
+        noise=_average(state.noise, sample / unit),
         last=None,
     )
     return Judgement(judged, rho)
@@ -119,6 +128,11 @@ def _scale(network: Network, last: LastStep, cases: int) -> float:
     return last.cases / cases if network.objective.reduction == "sum" else 1.0
 
 
+def _unit(network: Network, last: LastStep) -> float:
+    """Of the noise, which is kept per case for a sum."""
+    return float(last.cases) if network.objective.reduction == "sum" else 1.0
+
+
 def _rounding(dtype: torch.dtype, *losses: float) -> float:
     """What a difference of such losses may be by rounding alone."""
     return ROUNDING * torch.finfo(dtype).eps * max(abs(loss) for loss in losses)
@@ -127,7 +141,7 @@ def _rounding(dtype: torch.dtype, *losses: float) -> float:
 def _invisible(state: State) -> Judgement | None:
     """Of a step that is too short to be seen: where it is λ that made it so, λ is less."""
     assert state.last is not None
-    if state.last.curvature_share >= DOMINATED or state.last.predicted_change == 0:
+    if state.last.curvature_share >= DOMINATED:
         return None
     shorter = replace(
         state, lambda_=state.lambda_ / 10, judged_iteration=state.iteration, last=None

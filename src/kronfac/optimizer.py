@@ -59,7 +59,8 @@ class KFAC(torch.optim.Optimizer):
 
         Δ = −F⁰⁻¹ g,   (α, μ) = argmin M(αΔ + μδ₀),   θ ← θ + αΔ + μδ₀
 
-    where M is the quadratic model with the exact Fisher, damped by λ, and δ₀ the previous update.
+    where M is the quadratic model with the exact Fisher, damped by λ, and δ₀ the previous update. Where
+    mini-batches disagree, μ is near a half instead, as far as M allows (`steady_momentum.py`).
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -265,15 +266,16 @@ class KFAC(torch.optim.Optimizer):
         self, network: Network, point: Point, watch: Stopwatch, judged: bool
     ) -> StepReport | None:
         """Compute a step and take it: all or nothing. None if the last step has to be judged first."""
-        cases = point.batch.cases
         try:
             transition = Update(network, self.settings)(point, self._state, watch)
         except RefusedError as refusal:
-            if not judged and suspicious(network, self._state, float(point.loss), cases):
+            if not judged and self._suspects(network, point, float(point.loss), None):
                 return None
             return self._refusal(point, watch, refusal)
         # Only here, where the host knows the loss without another synchronisation.
-        if not judged and suspicious(network, self._state, transition.report.loss, cases):
+        last = transition.state.last
+        assert last is not None
+        if not judged and self._suspects(network, point, last.loss, last.penalty):
             return None
         with watch("commit"):
             state = transition.state
@@ -285,6 +287,14 @@ class KFAC(torch.optim.Optimizer):
             move(network.layers, transition.delta)
             self._state = state
         return transition.report
+
+    def _suspects(self, network: Network, point: Point, loss: float, penalty: float | None) -> bool:
+        """Whether the last step has to be judged out of turn."""
+        state = self._state
+        if penalty is None:
+            penalty = state.last.penalty if state.last is not None else 0.0
+        rule, cases = self.settings.damping, point.batch.cases
+        return suspicious(network, rule, state, loss, penalty, cases)
 
     def _judges_next(self, state: State | None = None) -> bool:
         """Whether the step after this state judges the one before."""

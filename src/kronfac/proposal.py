@@ -31,6 +31,8 @@ class Proposal:
     step: Step
     delta: Matrices
     loss: float
+    penalty: float
+    """η/2 ‖θ‖², where the step is bounded."""
     loss_seen: bool
     """See `Evaluation.seen`."""
     curvature_share: float
@@ -106,6 +108,7 @@ def propose(
         if not math.isfinite(step.predicted_change):
             raise RefusedError("The predicted change of the objective is not finite.")
         loss, seen_value, _, squared = numbers[-4:].tolist()
+        penalty = point.weight_decay / 2 * squared
         delta = _combine(directions, step.coefficients)
         c = torch.tensor(step.coefficients, dtype=torch.float64)
         curvature, damped = (
@@ -123,7 +126,7 @@ def propose(
         # which cases that are not among these have to pay for. Where they don't differ, such a step shows
         # at once, and is taken back.
         least = network.resolution(point.batch) if before.confirmed is not None else 0.0
-        step, cut = within(step, loss + point.weight_decay / 2 * squared, least)
+        step, cut = within(step, loss + penalty, least)
         if cut < 1:
             delta = tuple(V.mul_(cut) for V in delta)
     return Proposal(
@@ -133,6 +136,7 @@ def propose(
         step=step,
         delta=delta,
         loss=loss,
+        penalty=penalty,
         loss_seen=seen is not None and point.seen(loss, seen_value, point.gradient[0].dtype),
         curvature_share=curvature / damped if damped > 0 else 1.0,
     )

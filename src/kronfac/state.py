@@ -38,6 +38,8 @@ class LastStep:
     """Of its mini-batch."""
     loss: float
     """On its own rows, before it."""
+    penalty: float
+    """η/2 ‖θ‖² before it, where the step was bounded."""
     predicted_change: float
     curvature_share: float
     kept: Kept | None
@@ -71,7 +73,8 @@ class State:
     confirmed: float | None = None
     """Of what M predicted, the part that the next mini-batches saw come true, averaged."""
     noise: float | None = None
-    """By how much the loss differs from one mini-batch to another at the same θ, averaged."""
+    """By how much the loss differs from one mini-batch to another at the same θ, averaged; of a summed
+    loss per case."""
     decayed: Matrices | None = None
     """η F̆⁻¹θ as of the last refresh, for the low-rank route [MG15 §8]."""
 

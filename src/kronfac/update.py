@@ -151,6 +151,7 @@ class Update:
                 last=LastStep(
                     cases=point.batch.cases,
                     loss=best.loss,
+                    penalty=best.penalty,
                     predicted_change=best.step.predicted_change,
                     curvature_share=best.curvature_share,
                     kept=None,
@@ -237,6 +238,7 @@ class Update:
             drifted=drifted,
             confirmed=before.confidence,
             factors=factors,
+            case_weight=self.network.case_weight(point.batch),
         )
         candidates = settings.gamma.candidates(
             k, before.gamma, before.lambda_, point.weight_decay, past

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -222,6 +223,31 @@ def test_a_step_that_was_to_have_no_judgement_is_judged_where_the_loss_jumps():
     assert optimizer.report.lambda_ == pytest.approx(10 * lambda_)
 
 
+def test_a_loss_that_rises_while_the_weights_shrink_arouses_no_suspicion():
+    """Full batches from large weights: the loss soon rises, the objective falls, but for a time or two."""
+    optimizer = KFAC(
+        network(), LOSS, weight_decay=1.0, damping=AdaptiveDamping(settling=2, interval=1000)
+    )
+    x, y = data(0, cases=300)
+    for _ in range(3):
+        optimizer.step(optimizer.closure(x, y))
+    with torch.no_grad():  # to where the loss is low, and the weights are large
+        for p in optimizer.model.parameters():
+            p.copy_(3 * normal(*p.shape, seed=1))
+        y = optimizer.model(x)
+    losses, objectives, suspected = [], [], []
+    for _ in range(20):
+        with torch.no_grad():
+            losses.append(float(LOSS(optimizer.model(x), y)))
+            squares = sum(float(p.square().sum()) for p in optimizer.model.parameters())
+            objectives.append(losses[-1] + squares / 2)
+        optimizer.step(optimizer.closure(x, y))
+        suspected.append(optimizer.report.next_rho is not None)
+    rises = [[b > a for a, b in pairwise(values)] for values in (losses, objectives)]
+    assert sum(rises[0]) > sum(suspected[1:]) + 2
+    assert all(rose or not looked for looked, rose in zip(suspected[1:], rises[1], strict=True))
+
+
 def test_mini_batches_that_differ_arouse_no_suspicion():
     """Judged out of turn: at the most one step in a hundred of a training in which all is well."""
     optimizer = KFAC(network(), LOSS, damping=AdaptiveDamping(settling=20, interval=1000))
@@ -401,6 +427,7 @@ def test_mini_batches_that_are_fitted_to_rounding_move_nothing(noisy):
     y = torch.tensor([0, 1]).repeat(40)
     x = x + 0.1 * normal(80, 2, seed=5).float()
     eps = torch.finfo(torch.float32).eps
+    fitted = 0
     for step in range(60):
         before = parameters(optimizer)
         rows = torch.arange(80)
@@ -409,5 +436,7 @@ def test_mini_batches_that_are_fitted_to_rounding_move_nothing(noisy):
         loss = float(optimizer.step(optimizer.closure(x[rows], y[rows])).detach())
         if noisy and loss < eps:
             assert same(parameters(optimizer), before)
+            fitted += 1
     assert (optimizer._state.confirmed is None) != noisy
+    assert (fitted > 5) == noisy
     assert float(nn.CrossEntropyLoss()(model(x), y).detach()) < 10 * eps

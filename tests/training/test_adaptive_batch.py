@@ -19,8 +19,8 @@ class Scripted:
 
     report: StepReport | None = None
 
-    def says(self, iteration: int, rho: float | None) -> None:
-        self.report = StepReport(iteration, 1.0, 1.0, 1.0, next_rho=rho)
+    def says(self, iteration: int, rho: float | None, cases: int = 0) -> None:
+        self.report = StepReport(iteration, 1.0, 1.0, 1.0, next_rho=rho, cases=cases)
 
 
 def sizes(sampler: AdaptiveBatchSampler, optimizer: Scripted, rhos: list[float | None]):
@@ -69,9 +69,12 @@ def test_a_mini_batch_has_no_case_twice():
     assert sorted(sampler.next_indices().tolist()) == list(range(50))
 
 
-@pytest.mark.parametrize("m", [1, 2, 3])
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5])
 def test_what_the_next_mini_batch_of_a_pass_sees_tells_what_all_cases_see(m):
-    """h_i = ½ (θ − x_i)² on six cases, a Newton step from m of them: all pairs of mini-batches, exactly."""
+    """h_i = ½ (θ − x_i)² on six cases, a Newton step from m of them: all pairs of mini-batches, exactly.
+
+    Those after a mini-batch of more than half of the cases have all that were left, and others again.
+    """
     x, theta = [0.3, -1.2, 2.0, 0.7, -0.4, 1.9], 0.1
 
     def h(at: float, cases) -> float:
@@ -79,13 +82,28 @@ def test_what_the_next_mini_batch_of_a_pass_sees_tells_what_all_cases_see(m):
 
     sums, pairs = [0.0, 0.0, 0.0], 0
     for batch in combinations(range(6), m):
-        for following in combinations(sorted(set(range(6)) - set(batch)), m):
+        left = set(range(6)) - set(batch)
+        for following in combinations(range(6), m):
+            if len(left & set(following)) < min(m, len(left)):
+                continue
             after = sum(x[i] for i in batch) / m
             changes = [h(after, cases) - h(theta, cases) for cases in (batch, following, range(6))]
             sums, pairs = [a + b for a, b in zip(sums, changes, strict=True)], pairs + 1
     predicted, following, everywhere = (total / pairs for total in sums)
-    share = m / 6
-    assert everywhere / predicted == pytest.approx((1 - share) * following / predicted + share)
+    factor = max(m / 6, 1 - m / 6)
+    expected = 1 - factor * (1 - following / predicted)
+    assert everywhere / predicted == pytest.approx(expected)
+
+
+def test_it_grows_to_the_whole_where_all_is_noise():
+    """On all cases together the ρ of a step that fits nothing but noise is −1."""
+    optimizer = Scripted()
+    sampler = AdaptiveBatchSampler(1000, optimizer, initial=100)
+    m = len(sampler.next_indices())
+    for k in range(60):
+        optimizer.says(k + 1, 1 - 2 / max(m / 1000, 1 - m / 1000), cases=m)
+        m = len(sampler.next_indices())
+    assert m == 1000
 
 
 def test_a_share_of_the_data_is_taken_into_account():

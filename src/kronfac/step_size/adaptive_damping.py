@@ -50,6 +50,7 @@ class AdaptiveDamping:
     tolerated_exactly: float = 0.25
     rate: float = 2.0
     searches: ClassVar[bool] = True
+    suspects: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.lambda_ is not None and not 0 < self.lambda_ < math.inf:

@@ -40,7 +40,8 @@ class AdaptiveGamma:
         factor: per iteration; the paper's √(19/20) [MG15 §6.6].
         drift: the factor.
         trusted: the share.
-        minimum: the smallest γ that is tried; None for √η, or 1e-4 where that is smaller.
+        minimum: the smallest γ that is tried; None for √η, or where that is smaller for 1e-4, and by the
+            sampling error for 1e-3 in units of the likelihood.
     """
 
     strength: float = 2.5
@@ -76,7 +77,10 @@ class AdaptiveGamma:
             return (gamma,)
         if past.confirmed < self.trusted and past.factors is not None:
             sure = self.strength * math.sqrt(sampling_error(past.factors))
-            sure = max(sure, LEAST, self._minimum(weight_decay))
+            least = self._minimum(weight_decay)
+            if self.minimum is None:
+                least = max(least, LEAST * math.sqrt(past.case_weight))
+            sure = max(sure, least)
             return (min(sure, gamma) if iteration <= FIRST_ITERATIONS else sure,)
         other = gamma * self.factor ** ((past.move or 1.0) * past.elapsed)
         if past.drifted:

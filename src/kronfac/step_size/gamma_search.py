@@ -25,6 +25,8 @@ class Past:
     """What part of M's predictions the next mini-batches confirmed of late; 1 where that is not known."""
     factors: KroneckerFactors | None = None
     """That the inverse is refreshed from."""
+    case_weight: float = 1.0
+    """c that multiplies the Fisher of an average case: γ² has its units."""
 
 
 _NOTHING = Past()

@@ -43,6 +43,11 @@ class DampingRule(Protocol):
         """λ after an iteration that measured ρ."""
         ...
 
+    @property
+    def suspects(self) -> bool:
+        """Whether a step that was to have no such judgement gets one where the loss jumps."""
+        ...
+
     def judges(self, iteration: int) -> bool:
         """Whether ρ of the step before is wanted on the rows of this iteration, at the same cost."""
         ...
@@ -67,6 +72,7 @@ class LevenbergMarquardt:
     interval: int = 5
     decay: float = 19 / 20
     searches: ClassVar[bool] = False
+    suspects: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_lambda(self.lambda_)
@@ -97,6 +103,7 @@ class FixedDamping:
 
     lambda_: float
     searches: ClassVar[bool] = False
+    suspects: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_lambda(self.lambda_)

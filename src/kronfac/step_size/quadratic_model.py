@@ -70,17 +70,16 @@ def within(step: Step, objective: float, least: float = 0.0) -> tuple[Step, floa
 
     At c δ, M has changed by c g + c² q/2 with g = ∇hᵀδ and q the curvature along δ.
     """
-    if not objective > 0:
+    if least > 0 and 0 <= objective <= least:
+        return Step((0.0,) * len(step.coefficients), 0.0, 0.0), 0.0
+    if not 0 < objective - least < -step.predicted_change:
         return step, 1.0
     objective -= least
-    if objective <= 0:
-        return Step((0.0,) * len(step.coefficients), 0.0, 0.0), 0.0
-    if not objective < -step.predicted_change:
-        return step, 1.0
     slope = 2 * step.predicted_change if step.slope is None else step.slope
     curvature = 2 * (step.predicted_change - slope)
     # The smaller root of c g + c² q/2 = −objective, in the form that loses no digits.
-    share = 2 * objective / (-slope + math.sqrt(slope**2 - 2 * curvature * objective))
+    root = math.sqrt(max(slope**2 - 2 * curvature * objective, 0.0))
+    share = 2 * objective / (-slope + root)
     cut = tuple(share * c for c in step.coefficients)
     return Step(cut, -objective, share * slope), share
 
@@ -90,8 +89,9 @@ class QuadraticModel:
     """(α, μ) = argmin M: δ = αΔ + μδ₀, or δ = αΔ with `momentum=False`.
 
     With `bounded=True`, KFAC's own choice, a step on which M would become negative is cut where it is 0.
-    With `steady`, where the next mini-batches confirm less than half of what M predicts, μ is at least
-    that, down to nothing confirmed, or as near as M allows (`steady_momentum.py`); KFAC has 0.5.
+    With `steady`, KFAC has 0.5, μ lies between that and 1 where the next mini-batches confirm nothing of
+    what M predicts, and between less and 1 up to where they confirm half of it, or as near as M allows
+    (`steady_momentum.py`).
 
     Directions that are linearly dependent to rounding (δ₀ ≈ Δ, δ₀ = 0) make Q singular; its
     pseudo-inverse, taken after scaling every direction to unit curvature, then gives the smallest of
@@ -102,6 +102,10 @@ class QuadraticModel:
     bounded: bool = False
     steady: float = 0.0
     cg_steps: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.steady < 1:
+            raise ValueError(f"{type(self).__name__}'s steady lies in [0, 1); got {self.steady}.")
 
     def solve(self, Q: Tensor, r: Tensor, precision: float, confirmed: float = 1.0) -> Step:
         scale = Q.diagonal().clamp(min=0).sqrt()

@@ -9,7 +9,8 @@ made from, so ρ on the next mini-batch is (G − N)/(G + N), and the test N > �
 
 Mini-batches of one pass over the data have no case in common, so that where one is above the average the
 others are below. With m of all n cases in each, a step that fits its own noise loses more on the next
-mini-batch than on all cases together, and the ρ of these is (1 − m/n) ρ + m/n.
+mini-batch than on all cases together, and the ρ of these is 1 − (1 − m/n) (1 − ρ). With more than half of
+the cases in each, some are in both, and it is 1 − m/n (1 − ρ).
 """
 
 import math
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kronfac.errors import StateError
 from kronfac.report import StepReport
 from kronfac.training.batch_schedule import ScheduledBatchSampler
 
@@ -113,19 +115,23 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         self._last = report
         if report.next_rho is not None and not math.isnan(report.next_rho):
             share = min(report.cases / self.cases, 1.0)
-            rho = (1 - share) * min(max(report.next_rho, -1.0), 1.0) + share
-            self._average += (rho - self._average) / 4
+            rho = 1 - max(share, 1 - share) * (1 - report.next_rho)
+            self._average += (min(max(rho, -1.0), 1.0) - self._average) / 4
             if self._average < self._threshold:
                 self.size = min(self.size * self._growth, float(self._final))
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers and one tensor, for `torch.save` and `torch.load(weights_only=True)`."""
+        """Numbers and two tensors, for `torch.save` and `torch.load(weights_only=True)`."""
         self._look()  # an optimizer that is loaded has no report
         own = {"size": self.size, "average": self._average, "left": self._left}
         return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the sampler that gave `state` was."""
+        if missing := {"size", "average", "left"} - state.keys():
+            raise StateError(
+                f"This is not the state of an AdaptiveBatchSampler: no {sorted(missing)}."
+            )
         super().load_state_dict(state)
         self.size, self._average = state["size"], state["average"]
         self._left = state["left"].cpu()
