@@ -200,8 +200,8 @@ def _squares(network: Network, point: Point) -> Tensor:
     """‖θ‖², where the objective has it."""
     if point.weight_decay == 0:
         return torch.zeros(())
-    parameters = [p for layer in network.layers for p in layer.parameters()]
-    return torch.stack([p.square().sum().double() for p in parameters]).sum()
+    flat = [p.reshape(-1) for layer in network.layers for p in layer.parameters()]
+    return torch.stack([torch.dot(p, p).double() for p in flat]).sum()
 
 
 def _health(factors: KroneckerFactors) -> Tensor:

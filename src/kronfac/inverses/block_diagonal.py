@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kronfac.factors import KroneckerFactors
 from kronfac.inverses.base import ApproximateInverse, DampedInverse, Matrices
-from kronfac.inverses.damping import ExactTikhonov, FactoredTikhonov
-from kronfac.linalg import EigenKroneckerSum, KroneckerProduct, eigh, inverse
+from kronfac.inverses.damping import ExactTikhonov, FactoredTikhonov, factor_names
+from kronfac.linalg import EigenKroneckerSum, KroneckerProduct, each, eigh, shifted_inverses
 
 Block = KroneckerProduct | EigenKroneckerSum
 
@@ -37,10 +37,9 @@ class BlockDiagonalInverse(ApproximateInverse):
 
     def prepare(self, factors: KroneckerFactors) -> "_Factored | _Exact":
         if isinstance(self.tikhonov, ExactTikhonov):
-            return _Exact(
-                tuple(eigh(A, f"A[{i}]") for i, A in enumerate(factors.A)),
-                tuple(eigh(G, f"G[{i}]") for i, G in enumerate(factors.G)),
-            )
+            count = len(factors.A)
+            decomposed = each(eigh, (*factors.A, *factors.G), factor_names(count))
+            return _Exact(tuple(decomposed[:count]), tuple(decomposed[count:]))
         return _Factored(factors, self.tikhonov)
 
     def load(self, packed: dict[str, Any]) -> "DampedBlockDiagonal":
@@ -87,12 +86,10 @@ class _Factored:
     tikhonov: FactoredTikhonov
 
     def damped(self, gamma: float) -> DampedBlockDiagonal:
-        blocks = []
-        for i, (A, G) in enumerate(zip(self.factors.A, self.factors.G, strict=True)):
-            damped_A, damped_G = self.tikhonov.damp(A, G, gamma)
-            blocks.append(
-                KroneckerProduct(inverse(damped_A, f"A[{i}]"), inverse(damped_G, f"G[{i}]"))
-            )
+        A, G = self.factors.A, self.factors.G
+        shifts = self.tikhonov.shifts(self.factors, gamma)
+        inverted = shifted_inverses((*A, *G), shifts, factor_names(len(A)))
+        blocks = map(KroneckerProduct, inverted[: len(A)], inverted[len(A) :])
         return DampedBlockDiagonal(tuple(blocks))
 
 

@@ -23,14 +23,15 @@ from torch import Tensor
 from kronfac.factors import KroneckerFactors
 from kronfac.inverses.base import ApproximateInverse, DampedInverse, Matrices
 from kronfac.inverses.block_diagonal import BlockDiagonalInverse
-from kronfac.inverses.damping import FactoredTikhonov
+from kronfac.inverses.damping import FactoredTikhonov, factor_names
 from kronfac.linalg import (
     KroneckerDifferenceInverse,
     KroneckerProduct,
     SmithDifferenceInverse,
-    cholesky,
     decompose,
+    each,
     inverse_from_cholesky,
+    shifted_choleskys,
     smith,
 )
 
@@ -124,23 +125,52 @@ class _Prepared:
     solver: Solver
 
     def damped(self, gamma: float) -> DampedBlockTridiagonal:
-        factors = self.factors
-        L_A, L_G = [], []
-        for i, (A, G) in enumerate(zip(factors.A, factors.G, strict=True)):
-            damped_A, damped_G = self.tikhonov.damp(A, G, gamma)
-            L_A.append(cholesky(damped_A, f"A[{i}]"))
-            L_G.append(cholesky(damped_G, f"G[{i}]"))
-        Sigma_inv: list[SigmaInverse] = []
-        Psi_A, Psi_G = [], []
-        for i, (A_next, G_next) in enumerate(zip(factors.A_next, factors.G_next, strict=True)):
-            R_A, Psi = _regress(A_next, L_A[i + 1])
-            Psi_A.append(Psi)
-            R_G, Psi = _regress(G_next, L_G[i + 1])
-            Psi_G.append(Psi)
-            solve = decompose if self.solver == "decomposition" else smith
-            Sigma_inv.append(solve(L_A[i], L_G[i], R_A, R_G))
+        A, G = self.factors.A, self.factors.G
+        count = len(A)
+        shifts = self.tikhonov.shifts(self.factors, gamma)
+        L = shifted_choleskys((*A, *G), shifts, factor_names(count))
+        L_A, L_G = L[:count], L[count:]
+        between = each(
+            _Between.of,
+            L_A[:-1],
+            L_G[:-1],
+            self.factors.A_next,
+            self.factors.G_next,
+            L_A[1:],
+            L_G[1:],
+            [self.solver] * (count - 1),
+        )
         last = KroneckerProduct(inverse_from_cholesky(L_A[-1]), inverse_from_cholesky(L_G[-1]))
-        return DampedBlockTridiagonal((*Sigma_inv, last), tuple(Psi_A), tuple(Psi_G))
+        return DampedBlockTridiagonal(
+            Sigma_inv=(*(b.Sigma_inv for b in between), last),
+            Psi_A=tuple(b.Psi_A for b in between),
+            Psi_G=tuple(b.Psi_G for b in between),
+        )
+
+
+@dataclass(frozen=True)
+class _Between:
+    """Of a layer and the next."""
+
+    Sigma_inv: SigmaInverse
+    Psi_A: Tensor
+    Psi_G: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        L_A: Tensor,
+        L_G: Tensor,
+        A_next: Tensor,
+        G_next: Tensor,
+        next_L_A: Tensor,
+        next_L_G: Tensor,
+        solver: Solver,
+    ) -> "_Between":
+        R_A, Psi_A = _regress(A_next, next_L_A)
+        R_G, Psi_G = _regress(G_next, next_L_G)
+        solve = decompose if solver == "decomposition" else smith
+        return cls(solve(L_A, L_G, R_A, R_G), Psi_A, Psi_G)
 
 
 def _regress(cross: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:

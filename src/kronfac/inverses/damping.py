@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from kronfac.errors import NonFiniteError
+from kronfac.factors import KroneckerFactors
+from kronfac.linalg import add_to_diagonal
 
 Norm = Literal["trace", "frobenius", "spectral", "one"]
 
@@ -37,6 +39,11 @@ class FactoredTikhonov:
         ratio = pi(A, G, self.norm)
         return add_to_diagonal(A, ratio * gamma), add_to_diagonal(G, gamma / ratio)
 
+    def shifts(self, factors: KroneckerFactors, gamma: float) -> list[Tensor]:
+        """π γ of every A, then γ/π of every G: to be added where the damped matrix is used."""
+        ratios = [pi(A, G, self.norm) for A, G in zip(factors.A, factors.G, strict=True)]
+        return [ratio * gamma for ratio in ratios] + [gamma / ratio for ratio in ratios]
+
 
 @dataclass(frozen=True)
 class ExactTikhonov:
@@ -44,6 +51,11 @@ class ExactTikhonov:
 
     With γ tied to √(λ + η) (`kronfac.TiedGamma`) it is that equation.
     """
+
+
+def factor_names(layers: int) -> list[str]:
+    """Of every A, then of every G, for errors."""
+    return [f"{factor}[{i}]" for factor in "AG" for i in range(layers)]
 
 
 def pi(A: Tensor, G: Tensor, norm: Norm = "trace") -> Tensor:
@@ -71,10 +83,3 @@ def _mean_size(M: Tensor, norm: Norm) -> Tensor:
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise NonFiniteError(f"A factor ({len(M)} × {len(M)}) has no eigenvalues.") from error
     return largest.to(M.dtype)
-
-
-def add_to_diagonal(M: Tensor, value: Tensor) -> Tensor:
-    """M + value · I, a copy."""
-    damped = M.clone()
-    damped.diagonal().add_(value)
-    return damped

@@ -7,18 +7,32 @@ from kronfac.linalg.kronecker_difference import (
     decompose,
     smith,
 )
-from kronfac.linalg.spd import cholesky, eigh, inverse, inverse_from_cholesky, symmetrize
+from kronfac.linalg.parallel import each
+from kronfac.linalg.spd import (
+    add_to_diagonal,
+    cholesky,
+    eigh,
+    inverse,
+    inverse_from_cholesky,
+    shifted_choleskys,
+    shifted_inverses,
+    symmetrize,
+)
 
 __all__ = [
     "EigenKroneckerSum",
     "KroneckerDifferenceInverse",
     "KroneckerProduct",
     "SmithDifferenceInverse",
+    "add_to_diagonal",
     "cholesky",
     "decompose",
+    "each",
     "eigh",
     "inverse",
     "inverse_from_cholesky",
+    "shifted_choleskys",
+    "shifted_inverses",
     "smith",
     "symmetrize",
 ]

@@ -7,10 +7,13 @@ finite garbage. Cholesky's `info` catches NaN, infinity, singular and indefinite
 everything that can goes through it.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
+from kronfac.linalg.parallel import LARGE, each
 
 # Multiples of the mean eigenvalue that are added to the diagonal, in float64, when Cholesky fails.
 # The largest is what float32 statistics are uncertain by: beyond it the matrix is not a rounding
@@ -21,6 +24,13 @@ _JITTERS = (0.0, 1e-12, 1e-9, 1e-7, 1e-6)
 def symmetrize(A: Tensor) -> Tensor:
     """(A + Aᵀ) / 2."""
     return (A + A.mT) / 2
+
+
+def add_to_diagonal(A: Tensor, shift: Tensor) -> Tensor:
+    """A + shift · I, a copy."""
+    shifted = A.clone()
+    shifted.diagonal().add_(shift)
+    return shifted
 
 
 def cholesky(A: Tensor, name: str = "matrix") -> Tensor:
@@ -63,6 +73,52 @@ def inverse_from_cholesky(L: Tensor) -> Tensor:
 def inverse(A: Tensor, name: str = "matrix") -> Tensor:
     """A⁻¹ for a symmetric positive definite A, through its Cholesky factor."""
     return inverse_from_cholesky(cholesky(A, name))
+
+
+def shifted_choleskys(
+    matrices: Sequence[Tensor], shifts: Sequence[Tensor], names: Sequence[str]
+) -> list[Tensor]:
+    """`cholesky` of each A + shift · I, in parallel."""
+
+    def one(A: Tensor, shift: Tensor, name: str) -> Tensor:
+        return cholesky(add_to_diagonal(A, shift), name)
+
+    return each(one, matrices, shifts, names)
+
+
+def shifted_inverses(
+    matrices: Sequence[Tensor], shifts: Sequence[Tensor], names: Sequence[str]
+) -> list[Tensor]:
+    """`inverse` of each A + shift · I: equal shapes in one call where calls cost most, others in parallel.
+
+    A shifted matrix is only there while it is inverted.
+    """
+    results: dict[int, Tensor] = {}
+    for indices in _equal_shapes(matrices):
+        stack = torch.stack([matrices[i] for i in indices])
+        stack.diagonal(dim1=1, dim2=2).add_(torch.stack([shifts[i] for i in indices])[:, None])
+        L, info = torch.linalg.cholesky_ex(stack)
+        good = (info == 0).all() & L.diagonal(dim1=1, dim2=2).isfinite().all()
+        if bool(good):  # else one by one, each as far as it gets
+            results |= zip(indices, inverse_from_cholesky(L).unbind(), strict=True)
+
+    def one(A: Tensor, shift: Tensor, name: str) -> Tensor:
+        return inverse(add_to_diagonal(A, shift), name)
+
+    rest = [i for i in range(len(matrices)) if i not in results]
+    left = [matrices[i] for i in rest]
+    computed = each(one, left, [shifts[i] for i in rest], [names[i] for i in rest])
+    results |= zip(rest, computed, strict=True)
+    return [results[i] for i in range(len(matrices))]
+
+
+def _equal_shapes(matrices: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of two or more matrices of the same shape: small ones, or any on a GPU."""
+    groups: dict[int, list[int]] = {}
+    for i, M in enumerate(matrices):
+        if len(M) < LARGE or M.device.type != "cpu":
+            groups.setdefault(len(M), []).append(i)
+    return [indices for indices in groups.values() if len(indices) > 1]
 
 
 def eigh(A: Tensor, name: str = "matrix") -> tuple[Tensor, Tensor]:

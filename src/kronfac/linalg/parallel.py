@@ -1,0 +1,65 @@
+"""One function on many matrices, several at a time: on a CPU each in a thread with a core to itself.
+
+LAPACK spreads a decomposition over the cores badly, and the less so the smaller it is; its threads wait
+for each other after every panel, which is all they do where another process has one of the cores.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+R = TypeVar("R")
+
+LARGE = 128
+"""Rows from which a matrix is worth a thread."""
+
+
+def each(function: Callable[..., R], matrices: Sequence[Tensor], *others: Sequence[Any]) -> list[R]:
+    """`function` of each matrix, and of what the other sequences have in its place.
+
+    The order of the results is that of the matrices; so is that of errors: the first one is raised.
+    """
+    arguments = list(zip(matrices, *others, strict=True))
+    threads = torch.get_num_threads()
+    large = [i for i, M in enumerate(matrices) if len(M) >= LARGE and M.device.type == "cpu"]
+    if threads == 1 or len(large) < 2:
+        return [function(*a) for a in arguments]
+    grad = torch.is_grad_enabled()
+
+    def work(index: int) -> R:
+        with torch.set_grad_enabled(grad):  # which every thread has its own setting of
+            return function(*arguments[index])
+
+    pool = _pool(threads)
+    largest_first = sorted(large, key=lambda i: -len(matrices[i]))
+    futures = {i: pool.submit(work, i) for i in largest_first}
+    return [futures[i].result() if i in futures else function(*a) for i, a in enumerate(arguments)]
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """So many threads, each of which computes alone."""
+    pool = ThreadPoolExecutor(threads, "kronfac", initializer=_alone)
+    started = threading.Barrier(threads)
+    for future in [pool.submit(started.wait) for _ in range(threads)]:
+        future.result()
+    # A thread's own setting, but also what threads that start later begin with.
+    torch.set_num_threads(threads)
+    return pool
+
+
+def _alone() -> None:
+    """One core for what this thread computes."""
+    torch.get_num_threads()  # a thread's first question sets it up, over what was set before
+    torch.set_num_threads(1)
+
+
+# A forked process has the pool and not its threads.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)

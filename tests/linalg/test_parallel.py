@@ -1,0 +1,157 @@
+"""Many matrices at once: the same numbers as one after the other, whatever runs where."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
+from kronfac.linalg import add_to_diagonal, cholesky, each, shifted_choleskys, shifted_inverses
+from kronfac.linalg.parallel import LARGE
+from tests.conftest import ALGEBRA, normal, psd, spd
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+SIZES = (3, LARGE + 40, 3, 5, LARGE, LARGE + 40, 5, 5, 1)
+
+
+def test_results_come_in_the_order_of_the_matrices(threads):
+    matrices = [torch.zeros(n, 1) for n in SIZES]
+
+    def work(M, index):
+        time.sleep(0.01 if index % 2 else 0.0)  # so that they don't end in the order they began
+        return index, len(M)
+
+    assert each(work, matrices, range(len(SIZES))) == list(enumerate(SIZES))
+
+
+def test_large_matrices_are_worked_on_at_the_same_time():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        both = threading.Barrier(2)  # passed by two at once, or not at all
+        settings = each(
+            lambda M: (both.wait(timeout=30), torch.get_num_threads())[1],
+            [torch.zeros(LARGE, 1)] * 2,
+        )
+        assert settings == [1, 1]
+        assert torch.get_num_threads() == 2
+        seen = []
+        later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert seen == [2]  # what other threads begin with is as it was
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_small_matrices_and_single_large_ones_stay_in_the_calling_thread(threads):
+    for sizes in ((3, 4, LARGE - 1), (3, LARGE)):
+        found = each(lambda M: threading.get_ident(), [torch.zeros(n, 1) for n in sizes])
+        assert set(found) == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_setting_for_gradients_goes_along(threads, enabled):
+    with torch.set_grad_enabled(enabled):
+        found = each(lambda M: torch.is_grad_enabled(), [torch.zeros(LARGE, 1)] * 2)
+    assert found == [enabled, enabled]
+
+
+def test_the_first_error_in_the_order_of_the_matrices_is_raised(threads):
+    def work(M, index):
+        if index:
+            raise ValueError(f"number {index}")
+
+    with pytest.raises(ValueError, match="number 1"):
+        each(work, [torch.zeros(LARGE, 1)] * 4, range(4))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_in_a_forked_process():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    matrices = [torch.zeros(LARGE, 1)] * 2
+    try:
+        each(len, matrices)  # the pool is there
+        child = os.fork()
+        if not child:
+            os._exit(0 if each(len, matrices) == [LARGE, LARGE] else 1)
+        deadline = time.monotonic() + 30
+        while (status := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if status == (0, 0):
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+        assert status == (child, 0)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _shifted():
+    matrices = [psd(n, max(n // 2, 1), seed=i) for i, n in enumerate(SIZES)]
+    shifts = [torch.tensor(0.1 * (i + 1), dtype=torch.float64) for i in range(len(SIZES))]
+    return matrices, shifts, [f"M[{i}]" for i in range(len(SIZES))]
+
+
+def test_shifted_inverses(threads):
+    matrices, shifts, names = _shifted()
+    kept = [M.clone() for M in matrices]
+    found = shifted_inverses(matrices, shifts, names)
+    for M, shift, inverse in zip(matrices, shifts, found, strict=True):
+        expected = torch.linalg.inv(M + shift * torch.eye(len(M), dtype=M.dtype))
+        assert_close(inverse, expected, **ALGEBRA)
+        assert torch.equal(inverse, inverse.mT)
+    assert all(map(torch.equal, matrices, kept))
+
+
+def test_shifted_choleskys(threads):
+    matrices, shifts, names = _shifted()
+    for M, shift, L in zip(
+        matrices, shifts, shifted_choleskys(matrices, shifts, names), strict=True
+    ):
+        assert_close(L, cholesky(add_to_diagonal(M, shift)), **ALGEBRA)
+
+
+def test_a_matrix_that_float32_finds_indefinite_does_not_spoil_those_of_its_shape(threads):
+    A = psd(30, 20).float()
+    assert int(torch.linalg.cholesky_ex(A)[1]) != 0
+    good = spd(30).float()
+    none = torch.zeros(())
+    found = shifted_inverses([good, A, good], [none] * 3, ["a", "b", "c"])
+    assert_close(found[0].double(), torch.linalg.inv(good.double()), rtol=1e-4, atol=1e-6)
+    assert torch.equal(found[0], found[2])
+    assert bool(found[1].isfinite().all())
+
+
+@pytest.mark.parametrize("size", [4, LARGE])
+def test_the_matrix_that_cannot_be_inverted_is_named(threads, size):
+    none = torch.zeros((), dtype=torch.float64)
+    bad, indefinite = spd(size), spd(size) - 3 * size * torch.eye(size, dtype=torch.float64)
+    bad[1, 1] = torch.nan
+    names = ["first", "second", "third"]
+    with pytest.raises(NonFiniteError, match="second"):
+        shifted_inverses([spd(size), bad, spd(size)], [none] * 3, names)
+    with pytest.raises(NotPositiveDefiniteError, match="third"):
+        shifted_inverses([spd(size), spd(size), indefinite], [none] * 3, names)
+
+
+def test_no_matrices():
+    assert each(len, []) == []
+    assert shifted_inverses([], [], []) == []
+
+
+def test_as_many_of_everything(threads):
+    with pytest.raises(ValueError, match="shorter"):
+        each(lambda M, name: name, [normal(2, 2)] * 2, ["only one"])
