@@ -21,6 +21,7 @@ from kronfac.likelihoods import objective_of
 from kronfac.parameters import StaleGradients, as_loss, gradient, loss_at, move, place
 from kronfac.point import Evaluation, Network, Point, RefusedError
 from kronfac.report import Event, StepReport, Stopwatch
+from kronfac.settings import Settings
 from kronfac.state import Kept, State
 from kronfac.statistics import (
     EmpiricalFisher,
@@ -39,7 +40,7 @@ from kronfac.step_size import (
     QuadraticModel,
     StepRule,
 )
-from kronfac.update import Settings, Update
+from kronfac.update import Update
 
 _INVERSES: dict[str, type[ApproximateInverse]] = {
     "block_diagonal": BlockDiagonalInverse,
@@ -91,6 +92,8 @@ class KFAC(torch.optim.Optimizer):
             rows where that is more.
         inverse_interval: T₃, iterations from one refresh of the inverse to the next; None for a quarter
             of the iterations so far, up to 20.
+        inverse_lag: iterations from the start of a refresh to its use; where it is not 0 the inverse is
+            computed in the background, beside the steps in between. Not in the first iterations.
 
     Reference: Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate
     Curvature, 2015. Where this differs from it: `docs/deviations.md`.
@@ -110,6 +113,7 @@ class KFAC(torch.optim.Optimizer):
         statistics_fraction: float | None = None,
         fisher_fraction: float | None = None,
         inverse_interval: int | None = None,
+        inverse_lag: int = 0,
     ) -> None:
         if not 0 <= weight_decay < math.inf:
             raise ValueError(f"weight_decay is finite and not negative; got {weight_decay}.")
@@ -124,6 +128,7 @@ class KFAC(torch.optim.Optimizer):
             statistics_fraction=statistics_fraction,
             fisher_fraction=fisher_fraction,
             inverse_interval=inverse_interval,
+            inverse_lag=inverse_lag,
         )
         self.model = model
         self.objective = objective_of(loss)

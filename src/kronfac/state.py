@@ -16,8 +16,9 @@ from kronfac.factors import KroneckerFactors
 from kronfac.inverses import ApproximateInverse, DampedInverse
 from kronfac.inverses.base import pack
 from kronfac.layers import Layer, Matrices
+from kronfac.refresh import Refresh, packed, unpacked
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class State:
     """Of the last refresh."""
     inverse_lambda: float | None = None
     """λ at the last refresh."""
+    refresh: Refresh | None = None
+    """Under way in the background."""
     gamma_move: float = 0.0
     """Where the search for γ goes next, a logarithm."""
     previous_delta: Matrices | None = None
@@ -90,7 +93,8 @@ def save(state: State, layers: Sequence[Layer], inverse: ApproximateInverse) -> 
         "version": VERSION,
         "layers": [layer.name for layer in layers],
         "inverse_settings": repr(inverse),
-        **{f.name: pack(getattr(state, f.name)) for f in fields(state)},
+        **{f.name: pack(getattr(state, f.name)) for f in fields(state) if f.name != "refresh"},
+        "refresh": state.refresh and packed(state.refresh),
     }
 
 
@@ -139,6 +143,7 @@ def load(
         inverse=saved["inverse"] and inverse.load(placed(saved["inverse"])),
         inverse_iteration=int(saved["inverse_iteration"]),
         inverse_lambda=saved["inverse_lambda"],
+        refresh=saved["refresh"] and unpacked(placed(saved["refresh"]), inverse),
         gamma_move=float(saved["gamma_move"]),
         previous_delta=placed(saved["previous_delta"]),
         judged_iteration=int(saved["judged_iteration"]),

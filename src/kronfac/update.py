@@ -10,69 +10,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.factors import KroneckerFactors, ema_decay
 from kronfac.first_damping import first_lambda
-from kronfac.inverses import ApproximateInverse, DampedInverse
+from kronfac.inverses import DampedInverse
 from kronfac.layers import Matrices
 from kronfac.point import Network, Point, check_finite, objective_change
 from kronfac.proposal import Proposal, propose
+from kronfac.refresh import Refresh, refresh
 from kronfac.report import Event, StepReport, Stopwatch
+from kronfac.settings import Settings
 from kronfac.state import LastStep, State
-from kronfac.statistics import Fisher, estimate
-from kronfac.step_size import DampingRule, GammaRule, Past, StepRule
-
-# The statistics change fastest in the first iterations, so the inverse is fresh in each [MG15 §9].
-FIRST_REFRESHES = 3
-# Where the interval is left open it grows with the iteration, up to the paper's: what is as old as a
-# quarter of the training is out of date.
-AGE, LONGEST_INTERVAL = 1 / 4, 20
-# With the paper's fractions of a small mini-batch the factors and the curvature of the step would be of a
-# few rows; with these they cost no more than the gradient.
-LEAST_ROWS = 250
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The choices that a user makes, see `KFAC`."""
-
-    inverse: ApproximateInverse
-    fisher: Fisher
-    damping: DampingRule
-    gamma: GammaRule
-    step_size: StepRule
-    statistics_fraction: float | None
-    fisher_fraction: float | None
-    inverse_interval: int | None
-
-    def __post_init__(self) -> None:
-        for name in ("statistics_fraction", "fisher_fraction"):
-            fraction = getattr(self, name)
-            if fraction is not None and not 0 < fraction <= 1:
-                raise ValueError(f"{name} lies in (0, 1]; got {fraction}.")
-        if self.inverse_interval is not None and self.inverse_interval < 1:
-            raise ValueError(f"inverse_interval is 1 or more; got {self.inverse_interval}.")
-        self.gamma.check_interval(self.inverse_interval)
-
-    def refreshes(self, iteration: int, last: int) -> bool:
-        """Whether the inverse is refreshed at this iteration, the last refresh being at another."""
-        if iteration <= FIRST_REFRESHES:
-            return True
-        if self.inverse_interval is not None:
-            return iteration % self.inverse_interval == 0
-        return iteration - last >= min(AGE * iteration, LONGEST_INTERVAL)
-
-    def statistics_share(self, cases: int) -> float:
-        """τ₁ for a mini-batch of so many cases."""
-        return _share(self.statistics_fraction, 1 / 8, cases)
-
-    def fisher_share(self, cases: int) -> float:
-        """τ₂ for a mini-batch of so many cases."""
-        return _share(self.fisher_fraction, 1 / 4, cases)
-
-
-def _share(chosen: float | None, usual: float, cases: int) -> float:
-    return max(usual, min(1.0, LEAST_ROWS / cases)) if chosen is None else chosen
+from kronfac.statistics import estimate
+from kronfac.step_size import Past
 
 
 @dataclass(frozen=True)
@@ -224,14 +173,56 @@ class Update:
                 watch,
             )
 
-        drifted = before.inverse_lambda is not None and settings.gamma.due(
-            before.inverse_lambda, before.lambda_
-        )
-        regular = settings.refreshes(k, before.inverse_iteration)
-        if stale is not None and not (regular or drifted):
+        renewal = self._refresh(point, before, factors)
+        if renewal is None or renewal.adoption > k:
+            assert stale is not None
+            before = replace(before, refresh=renewal)
             return proposed(before.gamma, stale, before.decayed), before
         best: Proposal | None = None
         failure: Exception | None = None
+        outcomes = renewal.outcomes()
+        for gamma in renewal.candidates:
+            with watch("inverse"):
+                outcome = next(outcomes)
+            if isinstance(outcome, Exception):
+                failure = outcome
+                events.append(Event("candidate_failed", f"γ = {gamma:.4g}: {failure}"))
+                continue
+            with watch("inverse"):
+                decayed = self._decayed(outcome, point)
+            proposal = proposed(gamma, outcome, decayed)
+            best = self._better(point, best, proposal, len(renewal.candidates) > 1, watch)
+            # Of the loser nothing is left when the next one is made.
+            del outcome, decayed, proposal
+        before = replace(before, refresh=None)
+        if best is not None:
+            learned = {
+                "gamma_move": settings.gamma.moved(
+                    before.gamma_move, renewal.candidates, best.gamma
+                ),
+                "inverse_iteration": renewal.iteration,
+                "inverse_lambda": renewal.lambda_,
+            }
+            return best, replace(before, **learned)  # type: ignore[arg-type]
+        assert failure is not None
+        check_finite(point, factors, self.network.layers)
+        if stale is None:
+            raise failure
+        events.append(Event("refresh_failed", f"The inverse stays as it was: {failure}"))
+        return proposed(before.gamma, stale, before.decayed), before
+
+    def _refresh(self, point: Point, before: State, factors: KroneckerFactors) -> Refresh | None:
+        """The refresh that is under way, or one that starts at this iteration, or none."""
+        k, settings = before.iteration + 1, self.settings
+        drifted = before.inverse_lambda is not None and settings.gamma.due(
+            before.inverse_lambda, before.lambda_
+        )
+        if before.refresh is not None and not drifted:
+            return before.refresh
+        if not (
+            before.inverse is None or drifted or settings.refreshes(k, before.inverse_iteration)
+        ):
+            return None
         past = Past(
             move=before.gamma_move,
             elapsed=k - before.inverse_iteration,
@@ -243,33 +234,9 @@ class Update:
         candidates = settings.gamma.candidates(
             k, before.gamma, before.lambda_, point.weight_decay, past
         )
-        try:
-            with watch("inverse"):
-                prepared = settings.inverse.prepare(factors)
-        except (NonFiniteError, NotPositiveDefiniteError) as error:
-            candidates, failure = (), error
-        for gamma in candidates:
-            try:
-                with watch("inverse"):
-                    damped = prepared.damped(gamma)
-                    decayed = self._decayed(damped, point)
-            except (NonFiniteError, NotPositiveDefiniteError) as error:
-                failure = error
-                events.append(Event("candidate_failed", f"γ = {gamma:.4g}: {error}"))
-                continue
-            proposal = proposed(gamma, damped, decayed)
-            best = self._better(point, best, proposal, len(candidates) > 1, watch)
-            del damped, decayed, proposal  # of the loser nothing is left when the next one is made
-        if best is not None:
-            move = settings.gamma.moved(before.gamma_move, candidates, best.gamma)
-            learned = {"gamma_move": move, "inverse_iteration": k, "inverse_lambda": before.lambda_}
-            return best, replace(before, **learned)  # type: ignore[arg-type]
-        assert failure is not None
-        check_finite(point, factors, self.network.layers)
-        if stale is None:
-            raise failure
-        events.append(Event("refresh_failed", f"The inverse stays as it was: {failure}"))
-        return proposed(before.gamma, stale, before.decayed), before
+        # γ is to follow λ at once where that has moved far; and without an inverse there is no step.
+        lag = 0 if drifted or before.inverse is None else settings.lag(k)
+        return refresh(settings.inverse, factors, candidates, k, lag, before.lambda_)
 
     def _better(
         self,

@@ -100,6 +100,8 @@ MISTAKES = {
     "step --batches 0": "--batches is 1 or more; got 0",
     "step --batches 20001 --problem curves": "at most the 20,000 cases of curves; got 20001",
     "step --repeats 0": "--repeats is 1 or more",
+    "step --inverse-lag -1": "--inverse-lag is 0 or more; got -1",
+    "step --inverse-lag 11": "--inverse-lag is at most 10; got 11",
     "step --threads 0": "--threads is 1 or more",
     "step --seed -1": "--seed is 0 or more",
     "step --preset papers": "invalid choice 'papers'",

@@ -41,6 +41,9 @@ CASES: dict[str, dict[str, Any]] = {
     "out_of_order": {"inverse": BlockTridiagonalInverse()},
     "three_samples": {"fisher": SampledFisher(samples=3, seed=5)},
     "chunks": {"statistics_fraction": 0.6, "fisher_fraction": 0.4},
+    # Saved between the start of a refresh and its use, after one that was used.
+    "background": {"inverse": BlockDiagonalInverse(), "inverse_lag": 3, "weight_decay": 0.01},
+    "background_tridiagonal": {"inverse": BlockTridiagonalInverse(), "inverse_lag": 3},
     # The last step is saved before it was judged, with what it takes to take it back.
     "adaptive": {
         "damping": AdaptiveDamping(),

@@ -7,7 +7,7 @@ from kronfac.linalg.kronecker_difference import (
     decompose,
     smith,
 )
-from kronfac.linalg.parallel import each
+from kronfac.linalg.parallel import each, in_background
 from kronfac.linalg.spd import (
     add_to_diagonal,
     cholesky,
@@ -29,6 +29,7 @@ __all__ = [
     "decompose",
     "each",
     "eigh",
+    "in_background",
     "inverse",
     "inverse_from_cholesky",
     "shifted_choleskys",

@@ -7,7 +7,7 @@ for each other after every panel, which is all they do where another process has
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any, TypeVar
 
@@ -42,15 +42,24 @@ def each(function: Callable[..., R], matrices: Sequence[Tensor], *others: Sequen
     return [futures[i].result() if i in futures else function(*a) for i, a in enumerate(arguments)]
 
 
+def in_background(work: Callable[[], R]) -> Future[R]:
+    """The result of `work`, from a thread with a core to itself, while the calling one goes on.
+
+    What is begun first is done first.
+    """
+    return _pool(1, "kronfac-background").submit(work)
+
+
 @cache
-def _pool(threads: int) -> ThreadPoolExecutor:
+def _pool(threads: int, name: str = "kronfac") -> ThreadPoolExecutor:
     """So many threads, each of which computes alone."""
-    pool = ThreadPoolExecutor(threads, "kronfac", initializer=_alone)
+    before = torch.get_num_threads()
+    pool = ThreadPoolExecutor(threads, name, initializer=_alone)
     started = threading.Barrier(threads)
     for future in [pool.submit(started.wait) for _ in range(threads)]:
         future.result()
     # A thread's own setting, but also what threads that start later begin with.
-    torch.set_num_threads(threads)
+    torch.set_num_threads(before)
     return pool
 
 

@@ -28,7 +28,7 @@ from kronfac.experiments.bench.scaling_tables import Point, ScalingTrial, plots,
 from kronfac.experiments.bench.schedule import Preset, Schedule, arguments, in_words
 from kronfac.experiments.bench.trials import Advance, LeftOutError, run_trials
 from kronfac.experiments.config import hint
-from kronfac.update import FIRST_REFRESHES
+from kronfac.settings import FIRST_REFRESHES
 
 GB = 1e9
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from torch import nn
 
 from kronfac import KFAC, Gaussian, presets
+from kronfac.settings import LEAST_ROWS, LONGEST_INTERVAL, Settings
 from kronfac.step_size import AdaptiveGamma
-from kronfac.update import LEAST_ROWS, LONGEST_INTERVAL, Settings
 
 Preset = Literal["paper", "default"]
 

@@ -26,6 +26,7 @@ from kronfac.experiments.bench.paired_steps import PairedSteps
 from kronfac.experiments.bench.schedule import Preset, Schedule, arguments, in_words
 from kronfac.experiments.bench.step_tables import StepTrial, plots, tables
 from kronfac.experiments.bench.trials import Advance, run_trials
+from kronfac.settings import LONGEST_INTERVAL
 
 WARM_UP = {"paper": 4, "default": 84}
 """Past the refreshes at the start, which the default spreads over its first eighty iterations."""
@@ -45,6 +46,9 @@ class StepConfig(BenchOptions):
     """Mini-batch sizes m."""
     inverses: tuple[Inverse, ...] = ("block_diagonal", "block_tridiagonal")
     """Approximate inverse Fishers."""
+    inverse_lag: int = 0
+    """Iterations from the start of a refresh, in the background, to its use. The steps of SGD in between,
+    too, are time for it."""
     repeats: int = 5
     """Of which median, smallest and largest are shown."""
     steps: int = 40
@@ -53,6 +57,11 @@ class StepConfig(BenchOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(1, batches=self.batches, repeats=self.repeats, steps=self.steps)
+        at_least(0, inverse_lag=self.inverse_lag)
+        if self.inverse_lag > LONGEST_INTERVAL // 2:
+            raise ValueError(
+                f"--inverse-lag is at most {LONGEST_INTERVAL // 2}; got {self.inverse_lag}."
+            )
         cases = problems.PROBLEMS[self.problem].train_cases
         if max(self.batches) > cases:
             raise ValueError(
@@ -87,7 +96,12 @@ def _measure(
     pair = PairedSteps(
         lambda: problems.build_model(problem, config.seed),
         Bernoulli() if problem.loss == "bernoulli" else Gaussian(),
-        {"inverse": inverse, "weight_decay": problem.weight_decay, **arguments(config.preset)},
+        {
+            "inverse": inverse,
+            "inverse_lag": config.inverse_lag,
+            "weight_decay": problem.weight_decay,
+            **arguments(config.preset),
+        },
     )
     sampler = ScheduledBatchSampler(len(train), batch, seed=config.seed)
     total = WARM_UP[config.preset] + config.repeats * config.steps
@@ -141,6 +155,7 @@ def _document(config: StepConfig, trials: list[StepTrial]) -> Document:
             f"m = {' and '.join(f'{batch:,}' for batch in config.batches)}",
             f"{config.repeats} × {config.steps} interleaved steps",
             "KFAC.closure in one chunk",
+            *([f"refreshes in use after {lag} iterations"] if (lag := config.inverse_lag) else []),
         ),
         tables=tables(trials),
         plots=plots(trials),
