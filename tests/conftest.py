@@ -1,5 +1,8 @@
 """Builders that tests share; import them with `from tests.conftest import …`."""
 
+import os
+import signal
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -38,6 +41,26 @@ LIKELIHOODS: dict[str, Callable[[], Likelihood]] = {
 @pytest.fixture(autouse=True)
 def _reproducible():
     torch.manual_seed(0)
+
+
+def forked(work: Callable[[], int], timeout: float = 30) -> int:
+    """What `work` returns in a forked process, a small number; 255 if it fails, or takes too long."""
+    child = os.fork()
+    if not child:
+        code = 255
+        try:
+            code = work()
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return 255
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -290,7 +290,12 @@ class KFAC(torch.optim.Optimizer):
                 state = replace(state, last=replace(state.last, kept=kept))
             self.layers, self._chain_known = list(network.layers), True
             move(network.layers, transition.delta)
-            self._state = state
+            under_way, self._state = self._state.refresh, state
+            # Not before: nobody would want that of a step that is not taken.
+            if state.refresh is not None:
+                state.refresh.outcomes.begin()
+            if under_way is not None and under_way is not state.refresh:
+                under_way.outcomes.give_up()
         return transition.report
 
     def _suspects(self, network: Network, point: Point, loss: float, penalty: float | None) -> bool:

@@ -143,7 +143,7 @@ def load(
         inverse=saved["inverse"] and inverse.load(placed(saved["inverse"])),
         inverse_iteration=int(saved["inverse_iteration"]),
         inverse_lambda=saved["inverse_lambda"],
-        refresh=saved["refresh"] and unpacked(placed(saved["refresh"]), inverse),
+        refresh=saved["refresh"] and _refresh(placed(saved["refresh"]), inverse),
         gamma_move=float(saved["gamma_move"]),
         previous_delta=placed(saved["previous_delta"]),
         judged_iteration=int(saved["judged_iteration"]),
@@ -153,6 +153,13 @@ def load(
         decayed=placed(saved["decayed"]),
     )
     return state, ordered
+
+
+def _refresh(packed: dict[str, Any], inverse: ApproximateInverse) -> Refresh:
+    try:
+        return unpacked(packed, inverse)
+    except (KeyError, TypeError) as error:
+        raise StateError(f"The state of the refresh is incomplete: {error}.") from error
 
 
 def _last_step(packed: dict[str, Any]) -> LastStep:

@@ -16,7 +16,7 @@ from kronfac.inverses import DampedInverse
 from kronfac.layers import Matrices
 from kronfac.point import Network, Point, check_finite, objective_change
 from kronfac.proposal import Proposal, propose
-from kronfac.refresh import Refresh, refresh
+from kronfac.refresh import Computed, Refresh
 from kronfac.report import Event, StepReport, Stopwatch
 from kronfac.settings import Settings
 from kronfac.state import LastStep, State
@@ -180,7 +180,7 @@ class Update:
             return proposed(before.gamma, stale, before.decayed), before
         best: Proposal | None = None
         failure: Exception | None = None
-        outcomes = renewal.outcomes()
+        outcomes = iter(renewal.outcomes)
         for gamma in renewal.candidates:
             with watch("inverse"):
                 outcome = next(outcomes)
@@ -214,9 +214,9 @@ class Update:
     def _refresh(self, point: Point, before: State, factors: KroneckerFactors) -> Refresh | None:
         """The refresh that is under way, or one that starts at this iteration, or none."""
         k, settings = before.iteration + 1, self.settings
-        drifted = before.inverse_lambda is not None and settings.gamma.due(
-            before.inverse_lambda, before.lambda_
-        )
+        # Of the inverse that is in use, or soon will be.
+        lambda_ = before.inverse_lambda if before.refresh is None else before.refresh.lambda_
+        drifted = lambda_ is not None and settings.gamma.due(lambda_, before.lambda_)
         if before.refresh is not None and not drifted:
             return before.refresh
         if not (
@@ -236,7 +236,8 @@ class Update:
         )
         # γ is to follow λ at once where that has moved far; and without an inverse there is no step.
         lag = 0 if drifted or before.inverse is None else settings.lag(k)
-        return refresh(settings.inverse, factors, candidates, k, lag, before.lambda_)
+        outcomes = Computed(settings.inverse, factors, candidates)
+        return Refresh(k, k + lag, before.lambda_, candidates, outcomes)
 
     def _better(
         self,

@@ -1,6 +1,8 @@
 """Many matrices at once: the same numbers as one after the other, whatever runs where."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,8 +12,8 @@ from torch.testing import assert_close
 
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.linalg import add_to_diagonal, cholesky, each, shifted_choleskys, shifted_inverses
-from kronfac.linalg.parallel import LARGE
-from tests.conftest import ALGEBRA, normal, psd, spd
+from kronfac.linalg.parallel import LARGE, _pool
+from tests.conftest import ALGEBRA, forked, normal, psd, spd
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -39,6 +41,7 @@ def test_large_matrices_are_worked_on_at_the_same_time():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
+        _pool.cache_clear()  # so that this makes one
         both = threading.Barrier(2)  # passed by two at once, or not at all
         settings = each(
             lambda M: (both.wait(timeout=30), torch.get_num_threads())[1],
@@ -70,6 +73,7 @@ def test_the_setting_for_gradients_goes_along(threads, enabled):
 
 def test_the_first_error_in_the_order_of_the_matrices_is_raised(threads):
     def work(M, index):
+        time.sleep(0.02 if index == 1 else 0.0)
         if index:
             raise ValueError(f"number {index}")
 
@@ -82,21 +86,34 @@ def test_the_first_error_in_the_order_of_the_matrices_is_raised(threads):
 def test_in_a_forked_process():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    matrices = [torch.zeros(LARGE, 1)] * 2
+    matrices = [spd(LARGE)] * 2
     try:
-        each(len, matrices)  # the pool is there
-        child = os.fork()
-        if not child:
-            os._exit(0 if each(len, matrices) == [LARGE, LARGE] else 1)
-        deadline = time.monotonic() + 30
-        while (status := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if status == (0, 0):
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-        assert status == (child, 0)
+        expected = each(torch.linalg.cholesky, matrices)  # the pool is there
+        found = forked(
+            lambda: sum(map(torch.equal, each(torch.linalg.cholesky, matrices), expected))
+        )
+        assert found == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_in_a_thread_that_goes_on_when_python_ends():
+    """Where pools take no more work."""
+    script = """if True:
+        import threading, time, torch
+        from kronfac.linalg import each, in_background
+        torch.set_num_threads(2)
+        def late():
+            threading.main_thread().join()
+            time.sleep(0.2)
+            print(each(len, [torch.zeros(200, 1)] * 2), in_background(int))
+        each(len, [torch.zeros(200, 1)] * 2)
+        threading.Thread(target=late).start()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "[200, 200] None\n"
 
 
 def _shifted():
@@ -114,6 +131,26 @@ def test_shifted_inverses(threads):
         assert_close(inverse, expected, **ALGEBRA)
         assert torch.equal(inverse, inverse.mT)
     assert all(map(torch.equal, matrices, kept))
+
+
+def test_small_matrices_of_one_shape_are_inverted_in_one_call(monkeypatch):
+    shapes = []
+    genuine = torch.linalg.cholesky_ex
+
+    def counting(M):
+        shapes.append(tuple(M.shape))
+        return genuine(M)
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", counting)
+    shifted_inverses(*_shifted())
+    n = LARGE + 40
+    assert sorted(shapes) == [(1, 1), (2, 3, 3), (3, 5, 5), (LARGE, LARGE), (n, n), (n, n)]
+
+
+def test_matrices_of_other_dtypes_keep_them():
+    none = torch.zeros(())
+    found = shifted_inverses([spd(3), spd(3).float()], [none.double(), none], ["a", "b"])
+    assert [M.dtype for M in found] == [torch.float64, torch.float32]
 
 
 def test_shifted_choleskys(threads):

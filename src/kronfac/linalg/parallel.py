@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -36,18 +36,32 @@ def each(function: Callable[..., R], matrices: Sequence[Tensor], *others: Sequen
         with torch.set_grad_enabled(grad):  # which every thread has its own setting of
             return function(*arguments[index])
 
-    pool = _pool(threads)
-    largest_first = sorted(large, key=lambda i: -len(matrices[i]))
-    futures = {i: pool.submit(work, i) for i in largest_first}
-    return [futures[i].result() if i in futures else function(*a) for i, a in enumerate(arguments)]
+    futures: dict[int, Future[R]] = {}
+    try:
+        for i in sorted(large, key=lambda i: -len(matrices[i])):  # the largest first
+            if (future := _submit(_pool(threads), partial(work, i))) is not None:
+                futures[i] = future
+        return [
+            futures[i].result() if i in futures else function(*a) for i, a in enumerate(arguments)
+        ]
+    finally:
+        for future in futures.values():  # what is left where one failed
+            future.cancel()
 
 
-def in_background(work: Callable[[], R]) -> Future[R]:
+def in_background(work: Callable[[], R]) -> Future[R] | None:
     """The result of `work`, from a thread with a core to itself, while the calling one goes on.
 
-    What is begun first is done first.
+    What is begun first is done first. None where no more threads are to be had, as when Python ends.
     """
-    return _pool(1, "kronfac-background").submit(work)
+    return _submit(_pool(1, "kronfac-background"), work)
+
+
+def _submit(pool: ThreadPoolExecutor, work: Callable[[], R]) -> Future[R] | None:
+    try:
+        return pool.submit(work)
+    except RuntimeError:  # Python ends: its pools take no more work, though other threads go on
+        return None
 
 
 @cache
@@ -56,10 +70,22 @@ def _pool(threads: int, name: str = "kronfac") -> ThreadPoolExecutor:
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads, name, initializer=_alone)
     started = threading.Barrier(threads)
-    for future in [pool.submit(started.wait) for _ in range(threads)]:
-        future.result()
-    # A thread's own setting, but also what threads that start later begin with.
-    torch.set_num_threads(before)
+    try:
+        futures = [_submit(pool, started.wait) for _ in range(threads)]
+        if None in futures:
+            started.abort()
+        for future in futures:
+            if future is not None:
+                future.result()
+    except threading.BrokenBarrierError:
+        pool.shutdown(wait=False)  # and takes no work
+    except BaseException:
+        started.abort()
+        pool.shutdown(wait=False)
+        raise
+    finally:
+        # A thread's own setting, but also what threads that start later begin with.
+        torch.set_num_threads(before)
     return pool
 
 

@@ -19,6 +19,8 @@ from kronfac.linalg.parallel import LARGE, each
 # The largest is what float32 statistics are uncertain by: beyond it the matrix is not a rounding
 # error away from positive definite but wrong.
 _JITTERS = (0.0, 1e-12, 1e-9, 1e-7, 1e-6)
+LARGE_ON_GPU = 512
+"""Rows from which a matrix keeps a GPU busy by itself, and several at a time would only take memory."""
 
 
 def symmetrize(A: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ def shifted_inverses(
 ) -> list[Tensor]:
     """`inverse` of each A + shift · I: equal shapes in one call where calls cost most, others in parallel.
 
-    A shifted matrix is only there while it is inverted.
+    A large shifted matrix is only there while it is inverted.
     """
     results: dict[int, Tensor] = {}
     for indices in _equal_shapes(matrices):
@@ -113,11 +115,11 @@ def shifted_inverses(
 
 
 def _equal_shapes(matrices: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of two or more matrices of the same shape: small ones, or any on a GPU."""
-    groups: dict[int, list[int]] = {}
+    """Indices of two or more small matrices of the same shape and kind."""
+    groups: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
     for i, M in enumerate(matrices):
-        if len(M) < LARGE or M.device.type != "cpu":
-            groups.setdefault(len(M), []).append(i)
+        if len(M) < (LARGE if M.device.type == "cpu" else LARGE_ON_GPU):
+            groups.setdefault((len(M), M.dtype, M.device), []).append(i)
     return [indices for indices in groups.values() if len(indices) > 1]
 
 
