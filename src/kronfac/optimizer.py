@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from kronfac import state as saving
-from kronfac.closure import MiniBatchClosure, Rows
+from kronfac.closure import MiniBatchClosure
 from kronfac.errors import ClosureError, StateError
+from kronfac.evaluated import Evaluated, evaluate
 from kronfac.inverses import ApproximateInverse, BlockDiagonalInverse, BlockTridiagonalInverse
 from kronfac.judgement import Judgement, judge, suspicious
 from kronfac.layers import find_layers
 from kronfac.likelihoods import objective_of
-from kronfac.parameters import StaleGradients, as_loss, gradient, loss_at, move, place
-from kronfac.point import Evaluation, Network, Point, RefusedError
+from kronfac.parameters import move, place
+from kronfac.point import Network, Point, RefusedError
 from kronfac.report import Event, StepReport, Stopwatch
 from kronfac.settings import Settings
 from kronfac.state import Kept, State
@@ -29,7 +30,6 @@ from kronfac.statistics import (
     Fisher,
     Recorder,
     SampledFisher,
-    chain_order,
 )
 from kronfac.step_size import (
     STEADY,
@@ -167,15 +167,18 @@ class KFAC(torch.optim.Optimizer):
         judgement: Judgement | None = None
         while True:
             with watch("gradient"):
-                returned, network, evaluation, stale, rows = self._evaluate(closure)
+                evaluated = self._evaluate(closure)
+            network = evaluated.network
             if judging and judgement is None:
                 with watch("reduction_ratio"):
-                    judgement = judge(network, self.settings.damping, evaluation, self._state)
+                    judgement = judge(
+                        network, self.settings.damping, evaluated.evaluation, self._state
+                    )
                 if judgement is not None and self._accept(network, judgement):
                     self._forget_gradients()
                     continue  # at the parameters from before the step that was taken back
             with watch("gradient"):
-                point = self._point(network, evaluation, stale, rows)
+                point = evaluated.point()
             report = self._advance(network, point, watch, judging)
             if report is None:
                 judging = True  # out of turn: was it the last step, or is it these rows?
@@ -186,7 +189,7 @@ class KFAC(torch.optim.Optimizer):
             events = () if judgement.event is None else (judgement.event,)
             report = replace(report, next_rho=judgement.rho, events=events + report.events)
         self.report = report
-        return returned
+        return evaluated.returned
 
     def closure(
         self, x: Tensor | tuple[Tensor, ...], y: Tensor, *, chunk: int | None = None
@@ -206,52 +209,14 @@ class KFAC(torch.optim.Optimizer):
             keep_rows=self.settings.inverse.low_rank,
         )
 
-    def _evaluate(
-        self, closure: Callable[[], Any]
-    ) -> tuple[Any, Network, Evaluation, StaleGradients, tuple[Rows, ...] | None]:
-        """What the closure returned, the loss on the mini-batch S′, and what its gradient needs."""
-        parameters = [p for layer in self.layers for p in layer.parameters()]
-        stale = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
-        with self._recorder.recording(), torch.enable_grad():
-            returned = closure()
-        batch = self._recorder.take()
-        rows = None
-        if isinstance(closure, MiniBatchClosure):
-            rows = closure.rows
-            batch = batch.with_activations(closure.activations)
-            closure.activations = None
-        layers = self.layers
-        if not self._chain_known:
-            layers = chain_order(self._own_model, layers, batch.calls[0])
-        if self.settings.inverse.low_rank and rows is None:
-            raise ClosureError(
-                f"{self.settings.inverse!r} takes the gradient apart, so the pass has to be KFAC's "
-                "own: use optimizer.step(optimizer.closure(x, y))."
-            )
-        evaluation = Evaluation(
-            loss=as_loss(returned, parameters[0].device),
+    def _evaluate(self, closure: Callable[[], Any]) -> Evaluated:
+        return evaluate(
+            closure,
+            self._recorder,
+            Network(self._own_model, self.layers, self.objective),
             weight_decay=float(self.param_groups[0]["weight_decay"]),
-            batch=batch,
-            reevaluate=lambda delta: loss_at(closure, layers, delta),
-        )
-        network = Network(self._own_model, layers, self.objective)
-        return returned, network, evaluation, stale, rows
-
-    def _point(
-        self,
-        network: Network,
-        evaluation: Evaluation,
-        stale: StaleGradients,
-        rows: tuple[Rows, ...] | None,
-    ) -> Point:
-        """With the gradient, which takes memory that a judgement can do without."""
-        return Point(
-            loss=evaluation.loss,
-            weight_decay=evaluation.weight_decay,
-            batch=evaluation.batch,
-            reevaluate=evaluation.reevaluate,
-            gradient=gradient(network.layers, evaluation.weight_decay, stale),
-            rows=rows,
+            inverse=self.settings.inverse,
+            ordered=self._chain_known,
         )
 
     def _accept(self, network: Network, judgement: Judgement) -> bool:
@@ -359,6 +324,8 @@ class KFAC(torch.optim.Optimizer):
             assert rule.lambda_ is not None
             gamma = self.settings.gamma.initial(rule.lambda_, float(state_dict["weight_decay"]))
             state = replace(state, lambda_=rule.lambda_, gamma=gamma)
+        if not self.settings.inverse_lag:
+            state = replace(state, refresh=None)  # here every refresh is made at once
         self._state, self.layers = state, layers
         self._chain_known = self._chain_known or state.iteration > 0
         self.param_groups[0]["weight_decay"] = state_dict["weight_decay"]

@@ -24,8 +24,8 @@ GAMMAS = (0.05, 0.5)
 DECAY = 1e-3
 
 
-@pytest.fixture
-def run():
+@pytest.fixture(params=[0, 3], ids=["", "a refresh under way"])
+def run(request):
     """An optimizer after five steps, and a mini-batch for the next."""
     model, x = mlp((3, 5, 4, 2)), normal(30, 3, seed=4)
     y = random_targets(model(x), "bernoulli")
@@ -35,9 +35,12 @@ def run():
         inverse="block_tridiagonal",
         weight_decay=DECAY,
         damping=LevenbergMarquardt(),
+        inverse_interval=5,
+        inverse_lag=request.param,
     )
     for _ in range(5):
         optimizer.step(optimizer.closure(x, y))
+    assert (optimizer._state.refresh is not None) == bool(request.param)
     return optimizer, x, y
 
 

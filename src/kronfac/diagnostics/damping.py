@@ -64,8 +64,8 @@ def damping_sweep(
         raise ValueError(
             "damping_sweep needs λ, which AdaptiveDamping finds in the first step; take that first."
         )
-    _, network, evaluation, stale, rows = optimizer._evaluate(closure)
-    point = optimizer._point(network, evaluation, stale, rows)
+    evaluated = optimizer._evaluate(closure)
+    point = evaluated.point()
     found = []
     for name, rule in RULES.items():
         settings = replace(
@@ -74,10 +74,11 @@ def damping_sweep(
             step_size=rule,
             damping=LevenbergMarquardt(interval=1),  # measures ρ, and so h(θ + δ), in every step
             inverse_interval=1,
+            inverse_lag=0,
         )
-        update = Update(network, settings)
+        update = Update(evaluated.network, settings)
         for gamma in gammas:
-            before = replace(optimizer._state, gamma=gamma, inverse=None)
+            before = replace(optimizer._state, gamma=gamma, inverse=None, refresh=None)
             found.append(_improvement(name, update, point, before))
     return found
 

@@ -1,0 +1,78 @@
+"""A call of the user's closure: the loss on its mini-batch, and what the gradient is made of."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kronfac.closure import MiniBatchClosure, Rows
+from kronfac.errors import ClosureError
+from kronfac.inverses import ApproximateInverse
+from kronfac.parameters import StaleGradients, as_loss, gradient, loss_at
+from kronfac.point import Evaluation, Network, Point
+from kronfac.statistics import Recorder, chain_order
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What a closure did."""
+
+    returned: Any
+    network: Network
+    """With its layers in the order of the chain, where that matters."""
+    evaluation: Evaluation
+    stale: StaleGradients
+    rows: tuple[Rows, ...] | None
+
+    def point(self) -> Point:
+        """With the gradient, which takes memory that a judgement can do without."""
+        return Point(
+            loss=self.evaluation.loss,
+            weight_decay=self.evaluation.weight_decay,
+            batch=self.evaluation.batch,
+            reevaluate=self.evaluation.reevaluate,
+            gradient=gradient(self.network.layers, self.evaluation.weight_decay, self.stale),
+            rows=self.rows,
+        )
+
+
+def evaluate(
+    closure: Callable[[], Any],
+    recorder: Recorder,
+    network: Network,
+    *,
+    weight_decay: float,
+    inverse: ApproximateInverse,
+    ordered: bool,
+) -> Evaluated:
+    """Call the closure; `ordered` says whether the network's layers are in the order of the chain.
+
+    Raises:
+        ClosureError: it did not do what a step needs.
+    """
+    parameters = [p for layer in network.layers for p in layer.parameters()]
+    stale = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
+    with recorder.recording(), torch.enable_grad():
+        returned = closure()
+    batch = recorder.take()
+    rows = None
+    if isinstance(closure, MiniBatchClosure):
+        rows = closure.rows
+        batch = batch.with_activations(closure.activations)
+        closure.activations = None
+    if not ordered:
+        layers = chain_order(network.model, network.layers, batch.calls[0])
+        network = replace(network, layers=layers)
+    if inverse.low_rank and rows is None:
+        raise ClosureError(
+            f"{inverse!r} takes the gradient apart, so the pass has to be KFAC's own: use "
+            "optimizer.step(optimizer.closure(x, y))."
+        )
+    evaluation = Evaluation(
+        loss=as_loss(returned, parameters[0].device),
+        weight_decay=weight_decay,
+        batch=batch,
+        reevaluate=lambda delta: loss_at(closure, network.layers, delta),
+    )
+    return Evaluated(returned, network, evaluation, stale, rows)
