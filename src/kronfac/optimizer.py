@@ -255,13 +255,17 @@ class KFAC(torch.optim.Optimizer):
                 state = replace(state, last=replace(state.last, kept=kept))
             self.layers, self._chain_known = list(network.layers), True
             move(network.layers, transition.delta)
-            under_way, self._state = self._state.refresh, state
+            self._become(state)
             # Not before: nobody would want that of a step that is not taken.
             if state.refresh is not None:
                 state.refresh.outcomes.begin()
-            if under_way is not None and under_way is not state.refresh:
-                under_way.outcomes.give_up()
         return transition.report
+
+    def _become(self, state: State) -> None:
+        """With a state that does not go on with it, a refresh under way is not wanted any more."""
+        under_way, self._state = self._state.refresh, state
+        if under_way is not None and under_way is not state.refresh:
+            under_way.outcomes.give_up()
 
     def _suspects(self, network: Network, point: Point, loss: float, penalty: float | None) -> bool:
         """Whether the last step has to be judged out of turn."""
@@ -326,7 +330,8 @@ class KFAC(torch.optim.Optimizer):
             state = replace(state, lambda_=rule.lambda_, gamma=gamma)
         if not self.settings.inverse_lag:
             state = replace(state, refresh=None)  # here every refresh is made at once
-        self._state, self.layers = state, layers
+        self._become(state)
+        self.layers = layers
         self._chain_known = self._chain_known or state.iteration > 0
         self.param_groups[0]["weight_decay"] = state_dict["weight_decay"]
 

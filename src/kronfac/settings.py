@@ -11,6 +11,8 @@ FIRST_REFRESHES = 3
 # Where the interval is left open it grows with the iteration, up to the paper's: what is as old as a
 # quarter of the training is out of date.
 AGE, LONGEST_INTERVAL = 1 / 4, 20
+# A refresh that is in use later than this would be half as old as the inverse that it replaces.
+LONGEST_LAG = LONGEST_INTERVAL // 2
 # With the paper's fractions of a small mini-batch the factors and the curvature of the step would be of a
 # few rows; with these they cost no more than the gradient.
 LEAST_ROWS = 250
@@ -37,7 +39,8 @@ class Settings:
                 raise ValueError(f"{name} lies in (0, 1]; got {fraction}.")
         if self.inverse_interval is not None and self.inverse_interval < 1:
             raise ValueError(f"inverse_interval is 1 or more; got {self.inverse_interval}.")
-        largest = (self.inverse_interval or LONGEST_INTERVAL // 2 + 1) - 1
+        interval = self.inverse_interval
+        largest = LONGEST_LAG if interval is None else interval - 1
         if not 0 <= self.inverse_lag <= largest:
             raise ValueError(
                 f"inverse_lag lies between 0 and {largest}, so that a refresh is in use before the next "

@@ -1,7 +1,7 @@
 """One function on many matrices, several at a time: on a CPU each in a thread with a core to itself.
 
-LAPACK spreads a decomposition over the cores badly, and the less so the smaller it is; its threads wait
-for each other after every panel, which is all they do where another process has one of the cores.
+LAPACK spreads a decomposition over the cores badly, the worse the smaller it is: its threads wait for each
+other after every panel, and do little else where another process has one of the cores.
 """
 
 import os

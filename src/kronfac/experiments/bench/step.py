@@ -26,7 +26,7 @@ from kronfac.experiments.bench.paired_steps import PairedSteps
 from kronfac.experiments.bench.schedule import Preset, Schedule, arguments, in_words
 from kronfac.experiments.bench.step_tables import StepTrial, plots, tables
 from kronfac.experiments.bench.trials import Advance, run_trials
-from kronfac.settings import LONGEST_INTERVAL
+from kronfac.settings import LONGEST_LAG
 
 WARM_UP = {"paper": 4, "default": 84}
 """Past the refreshes at the start, which the default spreads over its first eighty iterations."""
@@ -58,10 +58,8 @@ class StepConfig(BenchOptions):
         super().__post_init__()
         at_least(1, batches=self.batches, repeats=self.repeats, steps=self.steps)
         at_least(0, inverse_lag=self.inverse_lag)
-        if self.inverse_lag > LONGEST_INTERVAL // 2:
-            raise ValueError(
-                f"--inverse-lag is at most {LONGEST_INTERVAL // 2}; got {self.inverse_lag}."
-            )
+        if self.inverse_lag > LONGEST_LAG:
+            raise ValueError(f"--inverse-lag is at most {LONGEST_LAG}; got {self.inverse_lag}.")
         cases = problems.PROBLEMS[self.problem].train_cases
         if max(self.batches) > cases:
             raise ValueError(
