@@ -15,6 +15,13 @@ from tests.reference import dense
 WIDTHS = [4, 5, 3, 2]
 
 
+@pytest.fixture(params=["by hand", "by torch"], autouse=True)
+def passes(request, monkeypatch):
+    """Every test twice: most of these models are perceptrons, whose passes go by hand."""
+    if request.param == "by torch":
+        monkeypatch.setattr("kronfac.step_size.fisher_products.perceptron", lambda *_: None)
+
+
 def vectors(model, count):
     size = len(dense.theta(model))
     return [normal(size, seed=seed) for seed in range(count)]

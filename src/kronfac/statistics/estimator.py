@@ -2,15 +2,18 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from kronfac.factors import KroneckerFactors, MovingAverage
 from kronfac.layers import Layer, replaced
 from kronfac.likelihoods import Objective
 from kronfac.minibatch import Batch, Call
+from kronfac.perceptron import perceptron
 from kronfac.statistics.capture import capture
 from kronfac.statistics.fisher import Fisher
 
@@ -43,24 +46,42 @@ def estimate(
     start = 0
     for call in rows.calls:
         part = None if noise is None else noise[:, start : start + call.rows]
-        with torch.enable_grad(), capture(layers) as captured, _reusing(layers, call):
-            outputs = call.run(model)
+        passed = perceptron(model, layers, call) or _traced(model, layers, call)
         average.add(
             "A",
-            [_flat(i.inputs(x)) for i, x in zip(layers, captured.inputs(), strict=True)],
+            [_flat(i.inputs(x)) for i, x in zip(layers, passed.inputs, strict=True)],
             1 / cases,
         )
-        preactivations = captured.outputs()
-        for v in fisher.vectors(objective.likelihood, outputs.detach(), call.targets, part):
-            # Not with respect to the weights: autograd leaves those products out.
-            g = torch.autograd.grad(outputs, preactivations, v, retain_graph=True)
+        for v in fisher.vectors(objective.likelihood, passed.outputs, call.targets, part):
             average.add(
                 "G",
-                [_flat(i.output_grads(x)) for i, x in zip(layers, g, strict=True)],
+                [_flat(i.output_grads(g)) for i, g in zip(layers, passed.pullback(v), strict=True)],
                 case_weight / (cases * fisher.draws),
             )
         start += call.rows
     return average.value(cases)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """The rows' way through any model, as torch's graph has it."""
+
+    inputs: list[Tensor]
+    outputs: Tensor
+    """Without the graph."""
+    ends: Tensor
+    """The same, with it."""
+    preactivations: list[GradientEdge]
+
+    def pullback(self, v: Tensor) -> Sequence[Tensor]:
+        """Jᵀ v at every layer's output; not at the weights, whose products autograd then leaves out."""
+        return torch.autograd.grad(self.ends, self.preactivations, v, retain_graph=True)
+
+
+def _traced(model: nn.Module, layers: Sequence[Layer], call: Call) -> _Traced:
+    with torch.enable_grad(), capture(layers) as captured, _reusing(layers, call):
+        outputs = call.run(model)
+    return _Traced(captured.inputs(), outputs.detach(), outputs, captured.outputs())
 
 
 def _reusing(layers: Sequence[Layer], call: Call) -> AbstractContextManager[None]:

@@ -3,10 +3,10 @@
 F = c E[Jᵀ F_R J], so uᵀFv = c E[(Ju)ᵀ F_R (Jv)]: one forward-mode pass that carries all directions
 along, and no backward pass.
 
-The pass runs the model on dual numbers whose rows are repeated, once a direction. Layers are replaced
-while it lasts: a layer needs its own product W a for one of the copies only, and not at all where the
-closure's pass has left it, and gives every copy the tangent W ȧ + V ā of its direction V. What lies
-between the layers is differentiated by torch.
+Through a perceptron that pass goes by hand (`perceptron.py`). Any other model runs on dual numbers whose
+rows are repeated, once a direction. Layers are replaced while it lasts: a layer needs its own product W a
+for one of the copies only, and not at all where the closure's pass has left it, and gives every copy the
+tangent W ȧ + V ā of its direction V. What lies between the layers is differentiated by torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from kronfac.layers import Layer, Matrices, replaced
 from kronfac.likelihoods import Likelihood
 from kronfac.minibatch import Batch, Call, draws_masks
+from kronfac.perceptron import perceptron
 
 
 def fisher_gram(
@@ -66,6 +67,8 @@ def pushforward(
     model: nn.Module, layers: Sequence[Layer], call: Call, directions: Sequence[Matrices]
 ) -> tuple[Tensor, Tensor]:
     """f(x, θ) (rows, outputs) and J v for every direction (k, rows, outputs)."""
+    if passed := perceptron(model, layers, call):
+        return passed.outputs, passed.pushforward(directions)
     if not draws_masks(model):
         return _dual_pass(model, layers, call, directions)
     # Every direction has to see the same masks: one pass each, from the same seed.

@@ -48,7 +48,7 @@ class StepRule(Protocol):
         ...
 
     def solve(self, Q: Tensor, r: Tensor, precision: float, confirmed: float = 1.0) -> Step:
-        """The step, from Q (k, k) and r (k,) in float64.
+        """The step, from Q (k, k) and r (k,) in float64, for one direction or two.
 
         `precision` is the ε of the dtype that the entries were computed in; `confirmed`, of what M
         predicted of late, the part that the next mini-batches saw come true.
@@ -59,7 +59,31 @@ class StepRule(Protocol):
 def model_change(Q: Tensor, r: Tensor, coefficients: Sequence[float]) -> float:
     """½ cᵀQc + rᵀc."""
     c = torch.tensor(coefficients, dtype=torch.float64)
-    return float(c @ Q @ c / 2 + r @ c)
+    return float((Q @ c / 2 + r) @ c)
+
+
+def _minimiser(
+    Q: Sequence[Sequence[float]], r: Sequence[float], precision: float
+) -> tuple[float, ...]:
+    """argmin ½ cᵀQc + rᵀc over one or two coefficients, the smallest of them where there are several.
+
+    For directions of unit curvature Q is [[1, x], [x, 1]], with the eigenvalues 1 ± x along (1, ±1).
+    """
+    # A direction without curvature is a zero vector, or one that neither F, λ nor η sees: it has no part.
+    scales = [math.sqrt(max(row[i], 0.0)) for i, row in enumerate(Q)]
+    u, *v = (r_i / scale if scale > 0 else 0.0 for r_i, scale in zip(r, scales, strict=True))
+    if not v:
+        return (-u / scales[0] if scales[0] > 0 else 0.0,)
+    both = scales[0] > 0 and scales[1] > 0
+    x = Q[0][1] / scales[0] / scales[1] if both else 0.0
+    # The entries carry a relative error of several ε; an eigenvalue below that is noise.
+    cutoff = 64 * precision
+    along = (u + v[0]) / 2 / (1 + x) if 1 + x > cutoff else 0.0
+    across = (u - v[0]) / 2 / (1 - x) if 1 - x > cutoff else 0.0
+    return tuple(
+        -part / scale if scale > 0 else 0.0
+        for part, scale in zip((along + across, along - across), scales, strict=True)
+    )
 
 
 def within(step: Step, objective: float, least: float = 0.0) -> tuple[Step, float]:
@@ -108,16 +132,7 @@ class QuadraticModel:
             raise ValueError(f"{type(self).__name__}'s steady lies in [0, 1); got {self.steady}.")
 
     def solve(self, Q: Tensor, r: Tensor, precision: float, confirmed: float = 1.0) -> Step:
-        scale = Q.diagonal().clamp(min=0).sqrt()
-        # A direction without curvature is a zero vector (or one that neither F, λ nor η sees): it
-        # takes no part.
-        unit = torch.where(scale > 0, 1 / scale, torch.zeros_like(scale))
-        values, vectors = torch.linalg.eigh(unit[:, None] * Q * unit)
-        # The entries carry a relative error of several ε; an eigenvalue below that is noise.
-        cutoff = 32 * precision * len(Q)
-        inverted = torch.where(values > cutoff, 1 / values, torch.zeros_like(values))
-        c = -unit * (vectors @ (inverted * (vectors.mT @ (unit * r))))
-        coefficients = tuple(float(x) for x in c)
+        coefficients = _minimiser(Q.tolist(), r.tolist(), precision)
         least = least_momentum(self.steady, confirmed)
         if len(coefficients) == 2 and least > 0:
             coefficients = steadied(Q, r, coefficients, least)

@@ -130,9 +130,7 @@ QUASI_NEWTON = tuple(
 """With a line search there is no learning rate to choose; how noisy the function may be, and for how
 long it stays the same, there is. More of either, and a step would take longer than a point's budget."""
 LAMBDA0_AND_BATCH = tuple(
-    {"lambda0": damping, "batch": batch}
-    for damping in (0.01, 0.1, 1.0)
-    for batch in (500, GROWING)
+    {"lambda0": damping, "batch": batch} for damping in (0.01, 0.1, 1.0) for batch in (500, GROWING)
 )
 """λ₀ and mini-batches: of the same size as the others', or growing as in the paper. With 3 and 100 it was
 far behind on MNIST (0.1 won, at the edge of that grid)."""

@@ -1,0 +1,145 @@
+"""Passes by hand through a multi-layer perceptron: layers, elementwise functions, nothing else.
+
+Between two layers there are only functions φ of each number by itself there, so that J and Jᵀ are products
+of the weights with the slopes φ′(s):
+
+    forwards    ṡ_i = V_i ā_{i−1} + W_i ȧ_{i−1},   ȧ_i = φ′(s_i) ⊙ ṡ_i
+    backwards   g_i = φ′(s_i) ⊙ (W_{i+1}ᵀ g_{i+1})
+
+That takes no graph and no dual numbers, whose administration is a third of a step of a small network, and
+the slopes once for all directions. Other networks go through torch's differentiation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.layers import Layer, Matrices
+from kronfac.minibatch import Call, draws_masks
+
+ELEMENTWISE: frozenset[type[nn.Module]] = frozenset(
+    {
+        nn.CELU, nn.ELU, nn.GELU, nn.Hardtanh, nn.Identity, nn.LeakyReLU, nn.Mish, nn.ReLU, nn.ReLU6,
+        nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Softsign, nn.Tanh,
+    }
+)  # fmt: skip
+"""Exact types: a subclass may do something else."""
+
+
+@dataclass(frozen=True)
+class Perceptron:
+    """What some rows met on their way through it."""
+
+    layers: Sequence[Layer]
+    inputs: list[Tensor]
+    """a_{i−1} of every layer, (rows, in)."""
+    slopes: list[Tensor | None]
+    """φ′(s_i) behind every layer, (rows, out); None where nothing is."""
+    outputs: Tensor
+
+    def pushforward(self, directions: Sequence[Matrices]) -> Tensor:
+        """J v for every direction, (k, rows, outputs)."""
+        tangents: Tensor | None = None
+        for i, (layer, a, slope) in enumerate(
+            zip(self.layers, self.inputs, self.slopes, strict=True)
+        ):
+            own = layer.tangents(a, [V[i] for V in directions])
+            if tangents is not None:
+                own.flatten(0, 1).addmm_(tangents.flatten(0, 1), layer.weight_transposed())
+            tangents = own if slope is None else own.mul_(slope)
+        assert tangents is not None
+        return tangents
+
+    def pullback(self, v: Tensor) -> list[Tensor]:
+        """Jᵀ v at every layer's output, g_i (rows, out)."""
+        grads: list[Tensor] = []
+        g = v
+        for layer, slope in zip(reversed(self.layers), reversed(self.slopes), strict=True):
+            g = g if slope is None else g * slope
+            grads.append(g)
+            if len(grads) < len(self.layers):
+                g = g @ layer.weight_transposed().mT
+        return grads[::-1]
+
+
+def perceptron(model: nn.Module, layers: Sequence[Layer], call: Call) -> Perceptron | None:
+    """The rows' way through the model; None if it is not such a model, or not such a call."""
+    modules = _modules(model)
+    if modules is None or len(call.args) != 1 or call.kwargs:
+        return None
+    known = {layer.module: layer for layer in layers}
+    if [module for module in modules if not _elementwise(module)] != list(known):
+        return None  # a layer that is frozen, used twice or not at all, in another order
+    x = call.args[0]
+    weight = layers[0].parameters()[0]
+    if not isinstance(x, Tensor) or x.dim() != 2 or x.dtype != weight.dtype:
+        return None
+    inputs: list[Tensor] = []
+    behind: list[tuple[Tensor, Tensor] | None] = []  # s_i and φ(s_i), a graph each
+    a = x.detach()
+    with torch.enable_grad():
+        for module in modules:
+            if layer := known.get(module):
+                a = a.detach()
+                inputs.append(a)
+                behind.append(None)
+                given = call.activations
+                a = layer.module_forward(a) if given is None else given[layer.name]
+                a = a.detach()
+            elif not behind:
+                a = _applied(module, a)  # in front of the first layer: no part of J
+            else:
+                s = a.requires_grad_() if behind[-1] is None else behind[-1][0]
+                a = _applied(module, a)
+                behind[-1] = (s, a)
+    return Perceptron(layers, inputs, _slopes(behind), a.detach())
+
+
+def _slopes(functions: Sequence[tuple[Tensor, Tensor] | None]) -> list[Tensor | None]:
+    """φ′ of each function from s and φ(s): what comes back where ones are put in, all in one pass."""
+    pairs = [pair for pair in functions if pair is not None]
+    if not pairs:
+        return [None] * len(functions)
+    s, values = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(values, s, [torch.ones_like(value) for value in values]))
+    return [pair and next(found) for pair in functions]
+
+
+def _modules(model: nn.Module) -> list[nn.Module] | None:
+    """One after the other, out of their containers; None if anything else is going on."""
+    if not _plain(model):
+        return None
+    if type(model) is not nn.Sequential:
+        return [model] if type(model) is nn.Linear or _elementwise(model) else None
+    modules: list[nn.Module] = []
+    for child in model:
+        inner = _modules(child)
+        if inner is None:
+            return None
+        modules += inner
+    return modules
+
+
+def _elementwise(module: nn.Module) -> bool:
+    # Dropout that is switched off does nothing.
+    return type(module) in ELEMENTWISE or (type(module) is nn.Dropout and not draws_masks(module))
+
+
+def _applied(module: nn.Module, a: Tensor) -> Tensor:
+    """Without the hooks that profilers and counters set up for all modules: they may use leaves' graphs."""
+    applied: Tensor = module.forward(a)
+    return applied
+
+
+def _plain(module: nn.Module) -> bool:
+    """Whether calling it is what its class says: no hooks, nothing in place, no other forward function."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    replaced = "forward" in module.__dict__
+    return not (any(hooks) or replaced or getattr(module, "inplace", False))
