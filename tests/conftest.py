@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import hypothesis
 import pytest
@@ -105,6 +106,21 @@ def mlp(
                 layer.bias.normal_(0, 0.5, generator=generator)
         modules += [layer] if i == 0 else [make(), layer]
     return nn.Sequential(*modules).to(dtype)
+
+
+def passes_either_way(module: str) -> Any:
+    """A fixture that runs every test twice: `mlp` is a perceptron, through which passes go by hand.
+
+    Args:
+        module: of kronfac, which asks for them.
+    """
+
+    @pytest.fixture(params=["by hand", "by torch"], autouse=True)
+    def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        if request.param == "by torch":
+            monkeypatch.setattr(f"{module}.perceptron", lambda *_: None)
+
+    return passes
 
 
 def random_targets(outputs: Tensor, likelihood: str, seed: int = 1) -> Tensor:

@@ -1,15 +1,18 @@
 """Passes by hand against torch's differentiation, and which models they are for."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from kronfac import KFAC, SampledFisher
 from kronfac.layers import find_layers
-from kronfac.minibatch import Call
-from kronfac.perceptron import ELEMENTWISE, Perceptron, perceptron
+from kronfac.minibatch import Batch, Call
+from kronfac.perceptron import ELEMENTWISE, Perceptron, perceptron, with_ways
 
 ROWS, IN, OUT = 7, 5, 3
 
@@ -140,6 +143,12 @@ def hooked() -> nn.Module:
     return model
 
 
+def pre_hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT))
+    model.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    return model
+
+
 def twice() -> nn.Module:
     layer = nn.Linear(IN, IN)
     return nn.Sequential(layer, nn.Tanh(), layer)
@@ -166,6 +175,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Sequential(nn.Linear(IN, 6), nn.Dropout(), nn.Linear(6, OUT)),
     "in place": lambda: nn.Sequential(nn.Linear(IN, 6), nn.ReLU(inplace=True), nn.Linear(6, OUT)),
     "a hook": hooked,
+    "a hook of the whole": pre_hooked,
     "another forward function": patched,
     "a frozen layer": frozen,
     "a layer used twice": twice,
@@ -194,14 +204,76 @@ def test_a_run_is_the_same_either_way(inverse: str) -> None:
     x = inputs(3)
     y = torch.stack([x[:, 0] * x[:, 1], x[:, 2].sin(), x.sum(dim=1)], dim=1)
     found = []
-    for wrap in (nn.Identity, Wrapped):
+    for by_hand in (True, False):
         torch.manual_seed(0)
         net = nn.Sequential(
             nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, 4), nn.SiLU(), nn.Linear(4, OUT)
         )
-        model = Wrapped(net).double() if wrap is Wrapped else net.double()
+        model = net.double() if by_hand else Wrapped(net).double()
+        way = perceptron(model, find_layers(model), call_of(x, model))
+        assert (way is not None) == by_hand
         optimizer = KFAC(model, nn.MSELoss(), inverse=inverse, fisher=SampledFisher(seed=4))
         for _ in range(6):
             optimizer.step(optimizer.closure(x, y))
         found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda: register_module_forward_hook(
+            lambda module, args, out: 3 * out if isinstance(module, nn.Tanh) else None
+        ),
+        lambda: register_module_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    ],
+    ids=["forward", "pre"],
+)
+def test_hooks_of_all_modules_are_torchs_affair(register: Callable[[], RemovableHandle]) -> None:
+    model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT)).double()
+    x, layers = inputs(), find_layers(model)
+    call = call_of(x, model)
+    handle = register()
+    try:
+        assert perceptron(model, layers, call) is None
+    finally:
+        handle.remove()
+    assert perceptron(model, layers, call) is not None
+
+
+def test_a_way_is_computed_once_for_the_rows_of_all_passes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT)).double()
+    x, layers = inputs(), find_layers(model)
+    kept = {"0": model[0](x).detach(), "2": model(x).detach()}
+    call = Call(args=(x,), kwargs={}, rows=ROWS, outputs=torch.Size((ROWS, OUT)), activations=kept)
+    batch = with_ways(model, layers, Batch((call,)))
+    fewer = batch.leading(3).calls[0]
+    way = perceptron(model, layers, fewer)
+    assert way is fewer.way
+    alone = passed_through(model, x[:3])
+    torch.testing.assert_close(way.outputs, alone.outputs)
+    for found, expected in zip(way.inputs, alone.inputs, strict=True):
+        torch.testing.assert_close(found, expected)
+    v = torch.ones(3, OUT, dtype=torch.float64)
+    for found, expected in zip(way.pullback(v), alone.pullback(v), strict=True):
+        torch.testing.assert_close(found, expected)
+    # Without the closure's activations memory is to be that of a chunk.
+    plain = Batch((replace(call, activations=None),))
+    assert with_ways(model, layers, plain) is plain
+
+
+def test_passes_leave_the_way_as_it_was() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT), nn.SiLU()).double()
+    passed = passed_through(model, inputs())
+    tensors = [*passed.inputs, *(s for s in passed.slopes if s is not None), passed.outputs]
+    before = [t.clone() for t in tensors]
+    v = torch.ones(ROWS, OUT, dtype=torch.float64)
+    directions = [tuple(torch.ones(i.shape, dtype=torch.float64) for i in passed.layers)] * 2
+    for _ in range(2):
+        passed.pullback(v)
+        passed.pushforward(directions)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    assert bool((v == 1).all())
+    assert not any(t.requires_grad for t in tensors)

@@ -14,7 +14,7 @@ import torch
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.factors import KroneckerFactors
 from kronfac.inverses import ApproximateInverse
-from kronfac.minibatch import draws_masks
+from kronfac.minibatch import Batch, draws_masks
 from kronfac.point import (
     ROUNDING,
     Network,
@@ -47,9 +47,11 @@ def first_lambda(
     factors: KroneckerFactors,
     inverse: ApproximateInverse,
     step_size: StepRule,
-    fisher_fraction: float,
+    rows: Batch,
 ) -> tuple[float, int]:
     """λ₀, and the number of trials that it took; the search starts at λ, if one was given.
+
+    `rows` are S₂.
 
     Raises:
         RefusedError: loss, gradient or statistics are not finite.
@@ -76,7 +78,7 @@ def first_lambda(
                 prepared.damped(gamma),
                 None,
                 step_size,
-                fisher_fraction,
+                rows,
                 Stopwatch(),
             )
         except (RefusedError, NonFiniteError, NotPositiveDefiniteError):

@@ -1,18 +1,26 @@
 """The rows that the closure went through, so that K-FAC can go through them again.
 
-One `Call` is one micro-batch: what the model was called with, and the targets. No activations and no
-graph are kept.
+One `Call` is one micro-batch: what the model was called with, and the targets. No graph is kept, and no
+activations unless the closure is K-FAC's own and had them all at once anyway.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
+
+
+class Way(Protocol):
+    """What some rows met on their way through the model: see `perceptron.py`."""
+
+    def first(self, rows: int) -> "Way":
+        """Of the first rows: views, no copies."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,8 @@ class Call:
     """Shaped for the likelihood: (rows, outputs), or (rows,) for class indices."""
     activations: dict[str, Tensor] | None = None
     """What every layer returned in the closure's pass, by its name, where that was kept."""
+    way: Way | None = None
+    """Where it was computed for several passes to use."""
 
     def first(self, rows: int) -> "Call":
         """The first rows of it: views, no copies."""
@@ -46,6 +56,7 @@ class Call:
             outputs=torch.Size((rows, *self.outputs[1:])),
             targets=None if self.targets is None else self.targets[:rows],
             activations=self.activations and {n: s[:rows] for n, s in self.activations.items()},
+            way=self.way and self.way.first(rows),
         )
 
     def repeated(self, times: int) -> "Call":
@@ -103,12 +114,17 @@ class Batch:
 
         The mini-batch is a random one, so its first rows are a random subset of it.
         """
-        left = math.ceil(fraction * self.cases - 1e-9)  # 0.07 · 100 is a little above 7
+        return self.leading(
+            math.ceil(fraction * self.cases - 1e-9)
+        )  # 0.07 · 100 is a little above 7
+
+    def leading(self, cases: int) -> "Batch":
+        """The first cases, of which there may be fewer."""
         calls = []
         for call in self.calls:
-            if left > 0:
-                calls.append(call.first(left))
-                left -= call.rows
+            if cases > 0:
+                calls.append(call.first(cases))
+                cases -= call.rows
         return Batch(tuple(calls))
 
 

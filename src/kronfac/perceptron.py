@@ -11,13 +11,14 @@ the slopes once for all directions. Other networks go through torch's differenti
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from kronfac.layers import Layer, Matrices
-from kronfac.minibatch import Call, draws_masks
+from kronfac.minibatch import Batch, Call, draws_masks
 
 ELEMENTWISE: frozenset[type[nn.Module]] = frozenset(
     {
@@ -63,9 +64,32 @@ class Perceptron:
                 g = g @ layer.weight_transposed().mT
         return grads[::-1]
 
+    def first(self, rows: int) -> "Perceptron":
+        """Of the first rows: views, no copies."""
+        return Perceptron(
+            self.layers,
+            [a[:rows] for a in self.inputs],
+            [None if slope is None else slope[:rows] for slope in self.slopes],
+            self.outputs[:rows],
+        )
+
+
+def with_ways(model: nn.Module, layers: Sequence[Layer], batch: Batch) -> Batch:
+    """The same rows with their ways, to be used by several passes.
+
+    Only where the closure left its activations: without those, and chunk by chunk, memory is to be that of
+    a chunk.
+    """
+    if any(call.activations is None for call in batch.calls):
+        return batch
+    calls = (replace(call, way=perceptron(model, layers, call)) for call in batch.calls)
+    return replace(batch, calls=tuple(calls))
+
 
 def perceptron(model: nn.Module, layers: Sequence[Layer], call: Call) -> Perceptron | None:
     """The rows' way through the model; None if it is not such a model, or not such a call."""
+    if isinstance(call.way, Perceptron):
+        return call.way
     modules = _modules(model)
     if modules is None or len(call.args) != 1 or call.kwargs:
         return None
@@ -89,10 +113,10 @@ def perceptron(model: nn.Module, layers: Sequence[Layer], call: Call) -> Percept
                 a = layer.module_forward(a) if given is None else given[layer.name]
                 a = a.detach()
             elif not behind:
-                a = _applied(module, a)  # in front of the first layer: no part of J
+                a = module(a)  # in front of the first layer: no part of J
             else:
                 s = a.requires_grad_() if behind[-1] is None else behind[-1][0]
-                a = _applied(module, a)
+                a = module(a)
                 behind[-1] = (s, a)
     return Perceptron(layers, inputs, _slopes(behind), a.detach())
 
@@ -103,7 +127,8 @@ def _slopes(functions: Sequence[tuple[Tensor, Tensor] | None]) -> list[Tensor | 
     if not pairs:
         return [None] * len(functions)
     s, values = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(values, s, [torch.ones_like(value) for value in values]))
+    ones = [value.new_ones(()).expand_as(value) for value in values]
+    found = iter(torch.autograd.grad(values, s, ones))
     return [pair and next(found) for pair in functions]
 
 
@@ -127,15 +152,11 @@ def _elementwise(module: nn.Module) -> bool:
     return type(module) in ELEMENTWISE or (type(module) is nn.Dropout and not draws_masks(module))
 
 
-def _applied(module: nn.Module, a: Tensor) -> Tensor:
-    """Without the hooks that profilers and counters set up for all modules: they may use leaves' graphs."""
-    applied: Tensor = module.forward(a)
-    return applied
-
-
 def _plain(module: nn.Module) -> bool:
     """Whether calling it is what its class says: no hooks, nothing in place, no other forward function."""
     hooks = (
+        _global_forward_hooks,
+        _global_forward_pre_hooks,
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,

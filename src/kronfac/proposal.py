@@ -14,6 +14,7 @@ from kronfac.factors import KroneckerFactors
 from kronfac.inverses import DampedInverse
 from kronfac.inverses.block_diagonal import DampedBlockDiagonal
 from kronfac.layers import Matrices
+from kronfac.minibatch import Batch
 from kronfac.point import Network, Point, RefusedError, check_finite
 from kronfac.report import Stopwatch
 from kronfac.state import State
@@ -50,10 +51,10 @@ def propose(
     inverse: DampedInverse,
     decayed: Matrices | None,
     step_size: StepRule,
-    fisher_fraction: float,
+    rows: Batch,
     watch: Stopwatch,
 ) -> Proposal:
-    """Δ and the best δ = αΔ + μδ₀ with the exact Fisher on S₂.
+    """Δ and the best δ = αΔ + μδ₀ with the exact Fisher on `rows`, S₂.
 
     Raises:
         RefusedError: something that the step is made of is not finite.
@@ -78,7 +79,7 @@ def propose(
             network.model,
             network.layers,
             network.objective.likelihood,
-            point.batch.first(fisher_fraction),
+            rows,
             network.case_weight(point.batch),
             directions,
         )
@@ -118,7 +119,7 @@ def propose(
     if step_size.cg_steps > 1:
         with watch("conjugate_gradients"):
             delta, change = _refined(
-                network, point, before.lambda_, delta, inverse, step_size.cg_steps, fisher_fraction
+                network, point, before.lambda_, delta, inverse, step_size.cg_steps, rows
             )
             step = Step(step.coefficients, step.predicted_change + change)
     if step_size.bounded:
@@ -149,10 +150,9 @@ def _refined(
     delta: Matrices,
     inverse: DampedInverse,
     cg_steps: int,
-    fisher_fraction: float,
+    rows: Batch,
 ) -> tuple[Matrices, float]:
     """δ after the further CG steps, all on S₂, and what they add to the predicted change."""
-    rows = point.batch.first(fisher_fraction)
 
     def product(v: Matrices) -> Matrices:
         Fv = fisher_product(

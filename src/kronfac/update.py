@@ -14,6 +14,8 @@ from kronfac.factors import KroneckerFactors, ema_decay
 from kronfac.first_damping import first_lambda
 from kronfac.inverses import DampedInverse
 from kronfac.layers import Matrices
+from kronfac.minibatch import Batch
+from kronfac.perceptron import with_ways
 from kronfac.point import Network, Point, check_finite, objective_change
 from kronfac.proposal import Proposal, propose
 from kronfac.refresh import Computed, Refresh
@@ -50,7 +52,8 @@ class Update:
         k = before.iteration + 1
         events: list[Event] = []
         with watch("statistics"):
-            factors, generator = self._updated_factors(point, before, k)
+            S1, S2 = self._curvature_rows(point.batch)
+            factors, generator = self._updated_factors(point, S1, before, k)
         trials = 0
         if k == 1 and settings.damping.searches:
             with watch("first_lambda"):
@@ -61,11 +64,11 @@ class Update:
                     factors,
                     settings.inverse,
                     settings.step_size,
-                    settings.fisher_share(point.batch.cases),
+                    S2,
                 )
             gamma = settings.gamma.initial(lambda_, point.weight_decay)
             before = replace(before, lambda_=lambda_, gamma=gamma)
-        best, before = self._best_proposal(point, before, factors, watch, events)
+        best, before = self._best_proposal(point, S2, before, factors, watch, events)
         if not best.loss_seen:
             events.append(
                 Event(
@@ -122,8 +125,17 @@ class Update:
             ),
         )
 
+    def _curvature_rows(self, batch: Batch) -> tuple[Batch, Batch]:
+        """S₁ and S₂: the first rows both, whose way through the network is the same [§8]."""
+        settings, cases = self.settings, batch.cases
+        S1 = batch.first(settings.statistics_share(cases))
+        S2 = batch.first(settings.fisher_share(cases))
+        more = S1 if S1.cases > S2.cases else S2
+        more = with_ways(self.network.model, self.network.layers, more)
+        return more.leading(S1.cases), more.leading(S2.cases)
+
     def _updated_factors(
-        self, point: Point, before: State, k: int
+        self, point: Point, rows: Batch, before: State, k: int
     ) -> tuple[KroneckerFactors, Tensor]:
         """The moving averages with S₁ in them, and the generator's state after its draws [§5]."""
         generator = torch.Generator(device=point.gradient[0].device)
@@ -133,7 +145,7 @@ class Update:
             self.network.model,
             self.network.layers,
             self.network.objective,
-            point.batch.first(self.settings.statistics_share(point.batch.cases)),
+            rows,
             self.network.case_weight(point.batch),
             fisher,
             generator,
@@ -146,6 +158,7 @@ class Update:
     def _best_proposal(
         self,
         point: Point,
+        rows: Batch,
         before: State,
         factors: KroneckerFactors,
         watch: Stopwatch,
@@ -169,7 +182,7 @@ class Update:
                 inverse,
                 decayed,
                 settings.step_size,
-                settings.fisher_share(point.batch.cases),
+                rows,
                 watch,
             )
 

@@ -24,6 +24,7 @@ from tests.conftest import (
     batch,
     mlp,
     normal,
+    passes_either_way,
     random_targets,
     seeded,
 )
@@ -32,12 +33,7 @@ from tests.reference import dense
 WIDTHS = [4, 5, 3, 2]
 CASES = 12
 
-
-@pytest.fixture(params=["by hand", "by torch"], autouse=True)
-def passes(request, monkeypatch):
-    """Every test twice: most of these models are perceptrons, whose passes go by hand."""
-    if request.param == "by torch":
-        monkeypatch.setattr("kronfac.statistics.estimator.perceptron", lambda *_: None)
+passes = passes_either_way("kronfac.statistics.estimator")
 
 
 @torch.no_grad()  # as in `KFAC.step`

@@ -11,10 +11,12 @@ from kronfac import KFAC, ConjugateGradients, FixedDamping, FixedGamma, Gaussian
 from kronfac.layers import find_layers
 from kronfac.step_size import fisher_product
 from tests.conformance import assert_relative
-from tests.conftest import LIKELIHOODS, batch, mlp, normal
+from tests.conftest import LIKELIHOODS, batch, mlp, normal, passes_either_way
 from tests.reference import dense
 
 LAMBDA, ETA = 0.3, 0.1
+
+passes = passes_either_way("kronfac.step_size.fisher_products")
 
 
 def pcg(B, b, precondition, steps):

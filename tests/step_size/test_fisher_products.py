@@ -9,17 +9,20 @@ from kronfac.likelihoods import Gaussian, objective_of
 from kronfac.statistics import capture
 from kronfac.step_size import fisher_gram
 from tests.conformance import assert_relative
-from tests.conftest import ACTIVATIONS, LIKELIHOODS, batch, mlp, normal, random_targets
+from tests.conftest import (
+    ACTIVATIONS,
+    LIKELIHOODS,
+    batch,
+    mlp,
+    normal,
+    passes_either_way,
+    random_targets,
+)
 from tests.reference import dense
 
 WIDTHS = [4, 5, 3, 2]
 
-
-@pytest.fixture(params=["by hand", "by torch"], autouse=True)
-def passes(request, monkeypatch):
-    """Every test twice: most of these models are perceptrons, whose passes go by hand."""
-    if request.param == "by torch":
-        monkeypatch.setattr("kronfac.step_size.fisher_products.perceptron", lambda *_: None)
+passes = passes_either_way("kronfac.step_size.fisher_products")
 
 
 def vectors(model, count):
