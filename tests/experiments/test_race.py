@@ -166,8 +166,8 @@ def test_muon_moves_matrices_by_its_rule_and_the_rest_by_adamw():
 
 @pytest.mark.parametrize("peer", [p for p in FIELD if p is not KFAC_JAX], ids=lambda p: p.name)
 def test_each_peer_lowers_the_error(peer):
-    if peer.package is not None:
-        pytest.importorskip(peer.package.module)
+    for module in peer.package.modules if peer.package is not None else ():
+        pytest.importorskip(module)
     point = peer.grid[2] if len(peer.grid) > 1 else peer.grid[0]
     entry = Entry(peer, point, 0, 1e9, 0.0, 200, 1)
     steps = iter(range(12))
@@ -246,11 +246,11 @@ def test_what_has_run_is_not_run_again_and_a_stop_keeps_it(race, tmp_path, monke
 
 
 def test_an_absent_package_is_a_row_with_the_command(race, tmp_path, monkeypatch):
-    absent = replace(by_name("soap"), package=Package("no_such_module", "nothing==1", "MIT"))
+    absent = replace(by_name("soap"), package=Package(("no_such_module",), ("nothing==1",), "MIT"))
     monkeypatch.setattr(peers, "FIELD", (KFAC, absent))
     output = tmp_path / "race.md"
     assert race("--optimizers", "soap", "--output", output) == 0
-    assert "| not installed: pip install 'nothing==1' |" in output.read_text()
+    assert "| not installed: pip install nothing==1 |" in output.read_text()
 
 
 def test_kfac_jax_without_an_environment_is_a_row(race, tmp_path):

@@ -6,6 +6,7 @@ peer is listed with the command that installs it.
 
 import importlib
 import importlib.util
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,10 +34,10 @@ Builder = Callable[[nn.Module, Point, float], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Package:
-    """What has to be installed for a peer."""
+    """What has to be installed for a peer: modules, as pip knows them, and under which licence."""
 
-    module: str
-    requirement: str
+    modules: tuple[str, ...]
+    requirements: tuple[str, ...]
     licence: str
 
 
@@ -65,9 +66,9 @@ class Peer:
     @property
     def missing(self) -> str:
         """How to install what it needs; empty if it is there."""
-        if self.package is None or importlib.util.find_spec(self.package.module) is not None:
+        if self.package is None or all(map(importlib.util.find_spec, self.package.modules)):
             return ""
-        return f"pip install '{self.package.requirement}'"
+        return f"pip install {shlex.join(self.package.requirements)}"
 
     def maker(self, point: Point) -> StepperMaker:
         """Makes its steps at a point of the grid."""
@@ -189,8 +190,15 @@ def _singd(model: nn.Module, point: Point, eta: float) -> torch.optim.Optimizer:
 
 SHAMPOO_EVERY = 20
 """Steps between two inverse roots, which take seconds on the MNIST autoencoder; the package has 1000."""
-COLLECTION = Package("pytorch_optimizer", "pytorch-optimizer==4.1.0", "Apache-2.0")
-SINGD = Package("singd", "singd==0.0.5", "MIT")
+COLLECTION = Package(("pytorch_optimizer",), ("pytorch-optimizer==4.1.0",), "Apache-2.0")
+WITH_EINSUM = Package(
+    ("pytorch_optimizer", "opt_einsum"),
+    ("pytorch-optimizer==4.1.0", "opt-einsum==3.4.0"),
+    "Apache-2.0, MIT",
+)
+"""PSGD's products of many factors: torch alone multiplies them from left to right, which takes 390 GB on
+CURVES."""
+SINGD = Package(("singd",), ("singd==0.0.5",), "MIT")
 KFAC = Peer(
     "kfac",
     "K-FAC",
@@ -221,7 +229,7 @@ FIELD: tuple[Peer, ...] = (
          _collection("ScalableShampoo", start_preconditioning_step=SHAMPOO_EVERY,
                      preconditioning_compute_steps=SHAMPOO_EVERY),
          COLLECTION, remark=f"grafted to SGD, inverse roots every {SHAMPOO_EVERY} steps"),
-    Peer("psgd", "PSGD-Kron", ADAPTIVE, _collection("Kron"), COLLECTION),
+    Peer("psgd", "PSGD-Kron", ADAPTIVE, _collection("Kron"), WITH_EINSUM),
     Peer("singd", "SINGD", SINGD_RATES, _singd, SINGD,
          remark="dense factors, normalised step of the factors"),
     KFAC_JAX,

@@ -56,7 +56,7 @@ def remarks(race: Race) -> Iterator[tuple[str, str, str]]:
     """Label, how it is set up, and the grid of each peer."""
     for peer in race.config.peers:
         package = peer.package
-        source = f"{package.requirement} ({package.licence})" if package else ""
+        source = f"{', '.join(package.requirements)} ({package.licence})" if package else ""
         setup = "; ".join(text for text in (peer.remark, source) if text)
         grid = "not tuned" if len(peer.grid) == 1 else "; ".join(map(in_words, peer.grid))
         yield peer.label, setup, grid
