@@ -41,6 +41,8 @@ class StepReport:
     """M(δ) − M(0)."""
     cases: int = 0
     """Rows of the mini-batch S′."""
+    mean_loss: float | None = None
+    """`loss`; of one that is summed over the cases the mean."""
     trials: int = 0
     """Trial evaluations of the mini-batch, at the first step, to find λ₀."""
     seconds: dict[str, float] = field(default_factory=dict)

@@ -119,11 +119,16 @@ class Update:
                 rho=rho,
                 predicted_change=best.step.predicted_change,
                 cases=point.batch.cases,
+                mean_loss=best.loss / self._summed_cases(point),
                 trials=trials,
                 seconds=watch.seconds,
                 events=tuple(events),
             ),
         )
+
+    def _summed_cases(self, point: Point) -> int:
+        """How many the loss is summed over; 1 for a mean."""
+        return point.batch.cases if self.network.objective.reduction == "sum" else 1
 
     def _curvature_rows(self, batch: Batch) -> tuple[Batch, Batch]:
         """S₁ and S₂: the first rows both, whose way through the network is the same [§8]."""

@@ -1,4 +1,4 @@
-"""The mini-batch grows where the next one does not confirm what a step promised."""
+"""The mini-batch grows where the next one does not confirm a step's promise, and where the loss stalls."""
 
 from dataclasses import dataclass
 from itertools import combinations
@@ -119,6 +119,62 @@ def test_a_share_of_the_data_is_taken_into_account():
     assert sampler.size > 400
 
 
+def after_losses(sampler: AdaptiveBatchSampler, optimizer: Scripted, losses: list[float | None]):
+    """m after each of them."""
+    found = []
+    for k, loss in enumerate(losses, start=1):
+        optimizer.report = StepReport(k, 1.0, 1.0, 1.0, mean_loss=loss)
+        found.append(len(sampler.next_indices()))
+    return found
+
+
+def test_it_leaps_where_the_loss_has_stopped_falling():
+    optimizer = Scripted()
+    sampler = AdaptiveBatchSampler(10_000, optimizer, initial=100, patience=4, leap=1.5)
+    found = after_losses(sampler, optimizer, [2.0, 1.0] * 20)
+    # Eight losses for the first look, and for every look after a leap.
+    assert found[:8] == [100] * 7 + [150]
+    assert found[8:24] == [150] * 7 + [225] + [225] * 7 + [338]
+
+
+def test_a_fall_has_to_be_larger_than_its_standard_error():
+    """Halves of four losses, each ± 1 around its mean: variance 4/3, the difference has the error √(2/3)."""
+    for fall, stalled in ((0.80, True), (0.83, False)):
+        optimizer = Scripted()
+        sampler = AdaptiveBatchSampler(10_000, optimizer, initial=100, patience=4)
+        losses = [6.0, 4.0] * 2 + [6.0 - fall, 4.0 - fall] * 2
+        assert (after_losses(sampler, optimizer, losses)[-1] > 100) == stalled
+
+
+def test_it_stays_while_the_loss_falls_and_where_there_is_none():
+    optimizer = Scripted()
+    falling = [0.95**k for k in range(100)]
+    assert after_losses(AdaptiveBatchSampler(10_000, optimizer), optimizer, falling)[-1] == 500
+    nothing: list[float | None] = [None, float("nan"), float("inf")] * 20
+    assert after_losses(AdaptiveBatchSampler(10_000, optimizer), optimizer, nothing)[-1] == 500
+    never = AdaptiveBatchSampler(10_000, optimizer, patience=None)
+    assert after_losses(never, optimizer, [2.0, 1.0] * 40)[-1] == 500
+
+
+def test_losses_are_saved():
+    optimizer, losses = Scripted(), [2.0, 1.0] * 9
+    sampler = AdaptiveBatchSampler(10_000, optimizer)
+    after_losses(sampler, optimizer, losses)
+    other = Scripted()
+    again = AdaptiveBatchSampler(10_000, other)
+    again.load_state_dict(sampler.state_dict())
+    assert after_losses(again, other, [2.0, 1.0, 1.0]) == [500, 750, 750]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_summed_loss_is_compared_by_its_mean(reduction):
+    x, y = normal(30, 3), normal(30, 2, seed=1)
+    optimizer = KFAC(mlp([3, 4, 2]), nn.MSELoss(reduction=reduction))
+    loss = float(optimizer.step(optimizer.closure(x, y)))
+    expected = loss if reduction == "mean" else loss / 30
+    assert optimizer.report.mean_loss == pytest.approx(expected, rel=1e-12)
+
+
 def test_every_case_comes_once_before_any_comes_again():
     sampler = AdaptiveBatchSampler(50, Scripted(), initial=12)
     batches = [sampler.next_indices().tolist() for _ in range(25)]
@@ -167,6 +223,8 @@ def test_with_a_real_optimizer_and_a_data_loader():
         ({"initial": 20, "final": 10}, "final"),
         ({"threshold": 1.0}, "threshold"),
         ({"growth": 1.0}, "growth"),
+        ({"leap": 1.0}, "leap"),
+        ({"patience": 1}, "patience"),
     ],
 )
 def test_settings_are_checked(settings, what):

@@ -11,9 +11,15 @@ Mini-batches of one pass over the data have no case in common, so that where one
 others are below. With m of all n cases in each, a step that fits its own noise loses more on the next
 mini-batch than on all cases together, and the ρ of these is 1 − (1 − m/n) (1 − ρ). With more than half of
 the cases in each, some are in both, and it is 1 − m/n (1 − ρ).
+
+ρ tells of one step. Where a step gains on the next mini-batch what noise takes away again soon after, it
+stays above the threshold while training stands still. That shows in the losses: if those of the last ten
+mini-batches are not lower than those of the ten before by more than the standard error of the difference,
+noise is what is left to fight.
 """
 
 import math
+from statistics import fmean, variance
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +44,8 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
 
     Every case comes once before any comes again, in an order that is new each time: over such a pass the
     noise of the mini-batches cancels. With every ρ that the optimizer measures on a next mini-batch, an
-    average of them below `threshold` makes m larger by the factor `growth`.
+    average of them below `threshold` makes m larger by the factor `growth`; and so does a loss that has
+    stopped falling by the factor `leap`.
 
     Works as `DataLoader(data, batch_sampler=sampler)`, or by `data[sampler.next_indices()]`, and continues
     exactly from `state_dict()`.
@@ -57,6 +64,8 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         final: The largest m; None for all cases.
         threshold: (1 − θ²)/(1 + θ²) of the norm test; 0 is θ = 1, more is less noise.
         growth: A factor.
+        patience: Mini-batches whose losses are compared with those of as many before; None for never.
+        leap: A factor.
         seed: Of the sampler's own generator.
     """
 
@@ -69,12 +78,21 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         final: int | None = None,
         threshold: float = 0.03,
         growth: float = 1.1,
+        patience: int | None = 10,
+        leap: float = 1.5,
         seed: int = 0,
     ) -> None:
         if not -1 <= threshold < 1:
             raise ValueError(f"AdaptiveBatchSampler's threshold lies in [-1, 1); got {threshold}.")
-        if not growth > 1:
-            raise ValueError(f"AdaptiveBatchSampler's growth is a factor above 1; got {growth}.")
+        for name, factor in (("growth", growth), ("leap", leap)):
+            if not factor > 1:
+                raise ValueError(
+                    f"AdaptiveBatchSampler's {name} is a factor above 1; got {factor}."
+                )
+        if patience is not None and patience < 2:
+            raise ValueError(
+                f"AdaptiveBatchSampler's patience is 2 or more, or None; got {patience}."
+            )
         if initial < 1 or not (final is None or initial <= final):
             raise ValueError(
                 f"AdaptiveBatchSampler needs 1 <= initial <= final; got {initial} and {final}."
@@ -82,9 +100,11 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         self._optimizer = optimizer
         self._final = min(cases, final or cases)
         self._threshold, self._growth = threshold, growth
+        self._patience, self._leap = patience, leap
         self.size = float(min(initial, self._final))
         """m, not yet rounded."""
         self._average = 1.0
+        self._losses: list[float] = []  # since m last made a leap, as many as are looked at
         self._left = torch.empty(0, dtype=torch.int64)  # of the current pass over the data
         self._last: StepReport | None = None  # that was looked at
         super().__init__(cases, self._next_size, seed)
@@ -118,21 +138,45 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
             rho = 1 - max(share, 1 - share) * (1 - report.next_rho)
             self._average += (min(max(rho, -1.0), 1.0) - self._average) / 4
             if self._average < self._threshold:
-                self.size = min(self.size * self._growth, float(self._final))
+                self._grow(self._growth)
+        if self._stalled(report.mean_loss):
+            self._grow(self._leap)
+            self._losses.clear()
+
+    def _grow(self, factor: float) -> None:
+        self.size = min(self.size * factor, float(self._final))
+
+    def _stalled(self, loss: float | None) -> bool:
+        """Whether the losses, this one among them, have stopped falling."""
+        if self._patience is None or loss is None or not math.isfinite(loss):
+            return False
+        count = self._patience
+        self._losses = [*self._losses, loss][-2 * count :]
+        if len(self._losses) < 2 * count:
+            return False
+        before, now = self._losses[:count], self._losses[count:]
+        error = math.sqrt((variance(before) + variance(now)) / count)
+        return fmean(before) - fmean(now) < error
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers and two tensors, for `torch.save` and `torch.load(weights_only=True)`."""
         self._look()  # an optimizer that is loaded has no report
-        own = {"size": self.size, "average": self._average, "left": self._left}
+        own = {
+            "size": self.size,
+            "average": self._average,
+            "left": self._left,
+            "losses": list(self._losses),
+        }
         return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the sampler that gave `state` was."""
-        if missing := {"size", "average", "left"} - state.keys():
+        if missing := {"size", "average", "left", "losses"} - state.keys():
             raise StateError(
                 f"This is not the state of an AdaptiveBatchSampler: no {sorted(missing)}."
             )
         super().load_state_dict(state)
         self.size, self._average = state["size"], state["average"]
         self._left = state["left"].cpu()
+        self._losses = [float(loss) for loss in state["losses"]]
         self._last = self._optimizer.report
