@@ -138,7 +138,7 @@ def test_it_leaps_where_the_loss_has_stopped_falling():
 
 
 def test_a_fall_has_to_be_larger_than_its_standard_error():
-    """Halves of four losses, each ± 1 around its mean: variance 4/3, the difference has the error √(2/3)."""
+    """Halves of four losses, each ± 1 around its mean: variance 4/3, error of the difference √(2/3)."""
     for fall, stalled in ((0.80, True), (0.83, False)):
         optimizer = Scripted()
         sampler = AdaptiveBatchSampler(10_000, optimizer, initial=100, patience=4)
