@@ -114,9 +114,8 @@ class Batch:
 
         The mini-batch is a random one, so its first rows are a random subset of it.
         """
-        return self.leading(
-            math.ceil(fraction * self.cases - 1e-9)
-        )  # 0.07 · 100 is a little above 7
+        # 0.07 · 100 is a little above 7.
+        return self.leading(math.ceil(fraction * self.cases - 1e-9))
 
     def leading(self, cases: int) -> "Batch":
         """The first cases, of which there may be fewer."""
