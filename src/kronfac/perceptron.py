@@ -6,8 +6,8 @@ of the weights with the slopes φ′(s):
     forwards    ṡ_i = V_i ā_{i−1} + W_i ȧ_{i−1},   ȧ_i = φ′(s_i) ⊙ ṡ_i
     backwards   g_i = φ′(s_i) ⊙ (W_{i+1}ᵀ g_{i+1})
 
-That takes no graph and no dual numbers, whose administration is a seventh of a small network's step, and the
-slopes once for all directions. Other networks go through torch's differentiation.
+That takes no graph and no dual numbers, whose administration is a seventh of a small network's step, and
+the slopes once for all directions. Other networks go through torch's differentiation.
 """
 
 from collections.abc import Sequence
