@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from kronfac import KFAC, SampledFisher
 from kronfac.layers import find_layers
 from kronfac.minibatch import Batch, Call
-from kronfac.perceptron import ELEMENTWISE, Perceptron, perceptron, with_ways
+from kronfac.perceptron import ELEMENTWISE, Perceptron, perceptron
 
 ROWS, IN, OUT = 7, 5, 3
 
@@ -64,9 +64,11 @@ def check_against_torch(model: nn.Module) -> None:
     # ∂/∂W of vᵀf is Σ g āᵀ: g is right where it gives the gradients.
     g = passed.pullback(v)
     expected = iter(torch.autograd.grad((model(x) * v).sum(), list(model.parameters())))
-    for layer, a, grad in zip(layers, passed.inputs, g, strict=True):
+    gradient = passed.gradient(v)
+    for layer, a, grad, V in zip(layers, passed.inputs, g, gradient, strict=True):
         wanted = layer.join([next(expected) for _ in layer.parameters()])
         torch.testing.assert_close(grad.mT @ layer.inputs(a).flatten(0, 1), wanted)
+        torch.testing.assert_close(V, wanted)
 
 
 @pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__))
@@ -99,23 +101,6 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 def test_networks(name: str) -> None:
     torch.manual_seed(0)
     check_against_torch(NETWORKS[name]())
-
-
-def test_outputs_from_the_closures_pass_are_used_and_left_alone() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT)).double()
-    x, layers = inputs(), find_layers(model)
-    s = model[0](x).detach()
-    kept = {"0": s, "2": torch.full((ROWS, OUT), 7.0, dtype=torch.float64)}
-    before = {name: value.clone() for name, value in kept.items()}
-    call = Call(args=(x,), kwargs={}, rows=ROWS, outputs=torch.Size((ROWS, OUT)), activations=kept)
-    passed = perceptron(model, layers, call)
-    assert passed is not None
-    assert bool((passed.outputs == 7).all()), "they were computed again"
-    torch.testing.assert_close(passed.inputs[1], s.tanh(), rtol=0, atol=0)
-    for name, value in kept.items():
-        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
-        assert not value.requires_grad
 
 
 class Wrapped(nn.Module):
@@ -241,15 +226,14 @@ def test_hooks_of_all_modules_are_torchs_affair(register: Callable[[], Removable
     assert perceptron(model, layers, call) is not None
 
 
-def test_a_way_is_computed_once_for_the_rows_of_all_passes() -> None:
+def test_the_way_of_the_first_rows_is_part_of_that_of_all() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT)).double()
     x, layers = inputs(), find_layers(model)
-    kept = {"0": model[0](x).detach(), "2": model(x).detach()}
-    call = Call(args=(x,), kwargs={}, rows=ROWS, outputs=torch.Size((ROWS, OUT)), activations=kept)
-    batch = with_ways(model, layers, Batch((call,)))
-    fewer = batch.leading(3).calls[0]
+    call = replace(call_of(x, model), way=passed_through(model, x))
+    fewer = Batch((call,)).leading(3).calls[0]
     way = perceptron(model, layers, fewer)
+    assert isinstance(way, Perceptron)
     assert way is fewer.way
     alone = passed_through(model, x[:3])
     torch.testing.assert_close(way.outputs, alone.outputs)
@@ -258,9 +242,6 @@ def test_a_way_is_computed_once_for_the_rows_of_all_passes() -> None:
     v = torch.ones(3, OUT, dtype=torch.float64)
     for found, expected in zip(way.pullback(v), alone.pullback(v), strict=True):
         torch.testing.assert_close(found, expected)
-    # Without the closure's activations memory is to be that of a chunk.
-    plain = Batch((replace(call, activations=None),))
-    assert with_ways(model, layers, plain) is plain
 
 
 def test_passes_leave_the_way_as_it_was() -> None:
@@ -273,6 +254,7 @@ def test_passes_leave_the_way_as_it_was() -> None:
     directions = [tuple(torch.ones(i.shape, dtype=torch.float64) for i in passed.layers)] * 2
     for _ in range(2):
         passed.pullback(v)
+        passed.gradient(v)
         passed.pushforward(directions)
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
     assert bool((v == 1).all())

@@ -2,20 +2,35 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.nn.modules.module import _has_any_global_hook
 
 from kronfac.errors import TargetError
-from kronfac.layers import Layer
+from kronfac.layers import Layer, Matrices
 from kronfac.likelihoods import Objective
-from kronfac.minibatch import draws_masks
+from kronfac.minibatch import Batch, Call, draws_masks
+from kronfac.perceptron import perceptron
 from kronfac.statistics import capture
 
 Rows = tuple[Tensor, Tensor]
 """𝒢 (m, out) and 𝒜 (m, in+1) of one layer, with 𝒢ᵀ𝒜 = ∇_W h."""
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """What a pass by hand found; the gradients are in the parameters, too."""
+
+    loss: Tensor
+    batch: Batch
+    """With the rows' way through the network, for all further passes to use."""
+    gradient: Matrices
+    rows: tuple[Rows, ...] | None
+    """Where the low-rank route wants them [MG15 §8]."""
 
 
 class MiniBatchClosure:
@@ -93,6 +108,45 @@ class MiniBatchClosure:
                 for chunks in zip(*kept, strict=True)
             )
         return total
+
+    @torch.no_grad()
+    def by_hand(self) -> ByHand | None:
+        """The same without a graph or hooks; None if the model is no perceptron, or goes in chunks."""
+        targets, cases = self._targets, len(self._targets)
+        if self._chunk < cases or self._needs_graph():
+            return None
+        call = Call(self._args, {}, cases, torch.Size((cases,)))
+        way = perceptron(self._model, self._layers, call)
+        if way is None:
+            return None
+        outputs = way.outputs.detach().requires_grad_()
+        self._objective.likelihood.check(outputs, targets)
+        self._objective.refuse_ignored(self._objective.ignored(targets))
+        with torch.enable_grad():
+            loss = self._objective.module(outputs, targets)
+        (slope,) = torch.autograd.grad(loss, outputs)
+        gradient, rows = way.gradient(slope), None
+        if self._keep_rows:
+            grads = way.pullback(slope)
+            rows = tuple(
+                (g, layer.inputs(a).flatten(0, 1))
+                for layer, a, g in zip(self._layers, way.inputs, grads, strict=True)
+            )
+        for layer, V in zip(self._layers, gradient, strict=True):
+            for parameter, part in zip(layer.parameters(), layer.split(V), strict=True):
+                parameter.grad = part
+        call = replace(call, outputs=outputs.shape, targets=targets.detach(), way=way)
+        return ByHand(loss.detach(), Batch((call,), loss.detach()), gradient, rows)
+
+    def _needs_graph(self) -> bool:
+        """Whether somebody is waiting for what only torch's own backward pass does."""
+        parameters = [p for layer in self._layers for p in layer.parameters()]
+        return (
+            torch.is_autocast_enabled(self._targets.device.type)
+            or _has_any_global_hook()
+            or any(t.requires_grad for t in (*self._args, self._targets))
+            or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
+        )
 
 
 def _remember_grads(edges: Sequence[GradientEdge]) -> list[Any]:

@@ -9,6 +9,7 @@ import torch
 from kronfac.closure import MiniBatchClosure, Rows
 from kronfac.errors import ClosureError
 from kronfac.inverses import ApproximateInverse
+from kronfac.layers import Matrices
 from kronfac.parameters import StaleGradients, as_loss, gradient, loss_at
 from kronfac.point import Evaluation, Network, Point
 from kronfac.statistics import Recorder, chain_order
@@ -23,6 +24,8 @@ class Evaluated:
     """With its layers in the order of the chain, where that matters."""
     evaluation: Evaluation
     stale: StaleGradients
+    joined: Matrices | None
+    """∇h, where it is already there as such."""
     rows: tuple[Rows, ...] | None
 
     def point(self) -> Point:
@@ -32,7 +35,8 @@ class Evaluated:
             weight_decay=self.evaluation.weight_decay,
             batch=self.evaluation.batch,
             reevaluate=self.evaluation.reevaluate,
-            gradient=gradient(self.network.layers, self.evaluation.weight_decay, self.stale),
+            gradient=self.joined
+            or gradient(self.network.layers, self.evaluation.weight_decay, self.stale),
             rows=self.rows,
         )
 
@@ -53,14 +57,21 @@ def evaluate(
     """
     parameters = [p for layer in network.layers for p in layer.parameters()]
     stale = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
-    with recorder.recording(), torch.enable_grad():
-        returned = closure()
-    batch = recorder.take()
+    own = closure if isinstance(closure, MiniBatchClosure) else None
+    joined: Matrices | None = None
     rows = None
-    if isinstance(closure, MiniBatchClosure):
-        rows = closure.rows
-        batch = batch.with_activations(closure.activations)
-        closure.activations = None
+    if own and (by_hand := own.by_hand()):
+        returned, batch, rows = by_hand.loss, by_hand.batch, by_hand.rows
+        if weight_decay == 0:
+            joined = by_hand.gradient
+    else:
+        with recorder.recording(), torch.enable_grad():
+            returned = closure()
+        batch = recorder.take()
+        if own:
+            rows = own.rows
+            batch = batch.with_activations(own.activations)
+            own.activations = None
     if not ordered:
         layers = chain_order(network.model, network.layers, batch.calls[0])
         network = replace(network, layers=layers)
@@ -75,4 +86,4 @@ def evaluate(
         batch=batch,
         reevaluate=lambda delta: loss_at(closure, network.layers, delta),
     )
-    return Evaluated(returned, network, evaluation, stale, rows)
+    return Evaluated(returned, network, evaluation, stale, joined, rows)

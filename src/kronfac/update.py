@@ -15,7 +15,6 @@ from kronfac.first_damping import first_lambda
 from kronfac.inverses import DampedInverse
 from kronfac.layers import Matrices
 from kronfac.minibatch import Batch
-from kronfac.perceptron import with_ways
 from kronfac.point import Network, Point, check_finite, objective_change
 from kronfac.proposal import Proposal, propose
 from kronfac.refresh import Computed, Refresh
@@ -135,9 +134,7 @@ class Update:
         settings, cases = self.settings, batch.cases
         S1 = batch.first(settings.statistics_share(cases))
         S2 = batch.first(settings.fisher_share(cases))
-        more = S1 if S1.cases > S2.cases else S2
-        more = with_ways(self.network.model, self.network.layers, more)
-        return more.leading(S1.cases), more.leading(S2.cases)
+        return S1, S2
 
     def _updated_factors(
         self, point: Point, rows: Batch, before: State, k: int

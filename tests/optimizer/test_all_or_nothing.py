@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from kronfac import KFAC, GammaSearch, LevenbergMarquardt
-from tests.conftest import mlp, normal
+from tests.conftest import mlp, normal, passes_either_way
 from tests.optimizer.resume import Backwards
 from tests.optimizer.runs import INVERSES, Snapshot, closure_of, same
+
+passes = passes_either_way("kronfac.closure")
 
 LOSS = nn.MSELoss()
 # Step 1 finds the chain; step 6 refreshes, searches γ and measures ρ; step 5 does none of it.

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from kronfac import KFAC, GammaSearch, LevenbergMarquardt, QuadraticModel
-from tests.conftest import mlp, normal
+from tests.conftest import mlp, normal, passes_either_way
 from tests.optimizer.pseudocode import Pseudocode
 from tests.optimizer.runs import INVERSES, agree
+
+passes = passes_either_way("kronfac.closure")
 
 LOSS = nn.MSELoss()
 

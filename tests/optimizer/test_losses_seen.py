@@ -11,9 +11,11 @@ from torch.testing import assert_close
 
 from kronfac import KFAC, GammaSearch, LevenbergMarquardt
 from kronfac.errors import ClosureError
-from tests.conftest import mlp, normal
+from tests.conftest import mlp, normal, passes_either_way
 from tests.optimizer.pseudocode import Pseudocode
 from tests.optimizer.runs import agree, close, closure_of, targets_for
+
+passes = passes_either_way("kronfac.closure")
 
 OURS = {
     "weight_decay": 1e-2,

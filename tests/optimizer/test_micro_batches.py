@@ -10,9 +10,11 @@ from torch.testing import assert_close
 
 import kronfac
 from kronfac import KFAC, BlockDiagonalInverse, GammaSearch, LevenbergMarquardt, SampledFisher
-from tests.conftest import ALGEBRA, mlp, normal
+from tests.conftest import ALGEBRA, mlp, normal, passes_either_way
 from tests.optimizer.runs import INVERSES, NUMBERS, close, targets_for
 from tests.reference import dense
+
+passes = passes_either_way("kronfac.closure")
 
 M = 23
 SAME = {"rtol": 1e-9, "atol": 1e-9}

@@ -6,9 +6,11 @@ from torch import Tensor, nn
 
 import kronfac
 from kronfac import KFAC, GammaSearch, LevenbergMarquardt, QuadraticModel
-from tests.conftest import mlp, normal
+from tests.conftest import mlp, normal, passes_either_way
 from tests.optimizer.pseudocode import Pseudocode
 from tests.optimizer.runs import INVERSES, agree, closure_of, targets_for
+
+passes = passes_either_way("kronfac.closure")
 
 STEPS = 45
 # Loss and T₁, T₂, T₃.

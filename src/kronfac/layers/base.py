@@ -57,6 +57,10 @@ class Layer(ABC):
         """V ā for every direction V, (k, rows, out), a new tensor."""
 
     @abstractmethod
+    def gradient(self, x: Tensor, g: Tensor) -> Tensor:
+        """Σ g āᵀ over rows, V (out, in+1), from the module's inputs and gradients at its outputs."""
+
+    @abstractmethod
     def weight_transposed(self) -> Tensor:
         """W without the bias, (in, out): what multiplies the rows of an input's tangent."""
 

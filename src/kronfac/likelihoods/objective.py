@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from kronfac.errors import UnsupportedLossError
+from kronfac.errors import TargetError, UnsupportedLossError
 from kronfac.likelihoods.base import Likelihood
 from kronfac.likelihoods.bernoulli import Bernoulli
 from kronfac.likelihoods.categorical import Categorical
@@ -43,6 +43,20 @@ class Objective:
         if self.reduction == "sum":
             return float(cases)
         return 1.0 / outputs if self.mean_over_outputs else 1.0
+
+    def ignored(self, targets: Tensor) -> Tensor | None:
+        """Whether one of them is `ignore_index`, on their device; None where no target can be."""
+        if self.ignore_index is None or targets.is_floating_point():
+            return None
+        return (targets == self.ignore_index).any()
+
+    def refuse_ignored(self, ignored: Tensor | None) -> None:
+        """Raise `TargetError` if one of the targets is."""
+        if ignored is not None and bool(ignored):
+            raise TargetError(
+                f"KFAC does not support targets equal to ignore_index ({self.ignore_index}); leave "
+                "those cases out of the mini-batch."
+            )
 
     def total(self, outputs: Tensor, targets: Tensor, cases: int) -> Tensor:
         """The share of these rows in the objective over `cases` rows."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from kronfac.errors import ClosureError, TargetError, UnsupportedModelError
+from kronfac.errors import ClosureError, UnsupportedModelError
 from kronfac.likelihoods import Objective
 from kronfac.minibatch import Batch, Call
 
@@ -32,7 +32,7 @@ class Recorder:
         self._loss_seen = True
         self._versions: list[tuple[Tensor, int]] = []
         self._losses: list[Tensor] = []
-        self._ignored: list[Tensor] = []
+        self._ignored: list[Tensor | None] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -69,11 +69,7 @@ class Recorder:
                 "them, but KFAC goes through the same rows again. Use a new tensor for every call."
             )
         for ignored in self._ignored:
-            if bool(ignored):
-                raise TargetError(
-                    f"KFAC does not support targets equal to ignore_index "
-                    f"({self.objective.ignore_index}); leave those cases out of the mini-batch."
-                )
+            self.objective.refuse_ignored(ignored)
         calls = tuple(self._calls)
         self._calls, self._last_output = [], None  # a step must not keep its mini-batch alive
         if not self._loss_seen or any(call.targets is None for call in calls):
@@ -116,8 +112,7 @@ class Recorder:
             return
         # torch broadcasts with a warning at most; the likelihood refuses.
         self.objective.likelihood.check(outputs, targets)
-        if self.objective.ignore_index is not None and not targets.is_floating_point():
-            self._ignored.append((targets == self.objective.ignore_index).any())
+        self._ignored.append(self.objective.ignored(targets))
         self._watch(targets)
         targets = targets.detach()
         if targets.shape == outputs.shape:

@@ -49,17 +49,24 @@ def fisher_product(
     vector: Matrices,
 ) -> Matrices:
     """F v = c E[Jᵀ F_R J v]: the forward-mode pass, and a backward pass from F_R J v."""
-    parameters = [p for layer in layers for p in layer.parameters()]
-    total = [torch.zeros_like(p) for p in parameters]
+    total = tuple(torch.zeros_like(V) for V in vector)
     for call in rows.calls:
         outputs, Jv = pushforward(model, layers, call, [vector])
-        with torch.enable_grad():
-            raw = call.run(model)
-        grads = torch.autograd.grad(raw, parameters, likelihood.fisher_product(outputs, Jv[0]))
-        for sum_, grad in zip(total, grads, strict=True):
-            sum_.add_(grad, alpha=case_weight / rows.cases)
-    parts = iter(total)
-    return tuple(layer.join([next(parts) for _ in layer.parameters()]) for layer in layers)
+        product = _pullback(model, layers, call, likelihood.fisher_product(outputs, Jv[0]))
+        for sum_, V in zip(total, product, strict=True):
+            sum_.add_(V, alpha=case_weight / rows.cases)
+    return total
+
+
+def _pullback(model: nn.Module, layers: Sequence[Layer], call: Call, v: Tensor) -> Matrices:
+    """Jᵀ v in the parameters, summed over the rows."""
+    if passed := perceptron(model, layers, call):
+        return passed.gradient(v)
+    parameters = [p for layer in layers for p in layer.parameters()]
+    with torch.enable_grad():
+        outputs = call.run(model)
+    grads = iter(torch.autograd.grad(outputs, parameters, v))
+    return tuple(layer.join([next(grads) for _ in layer.parameters()]) for layer in layers)
 
 
 @torch.no_grad()

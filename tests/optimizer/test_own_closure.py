@@ -1,0 +1,189 @@
+"""The pass of `KFAC.closure` by hand: what it leaves behind is what torch would have left."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_full_backward_hook
+from torch.testing import assert_close
+
+from kronfac import KFAC, Bernoulli, BlockDiagonalInverse, Categorical, Gaussian
+from kronfac.closure import MiniBatchClosure
+from kronfac.errors import TargetError, UnsupportedModelError
+from tests.conftest import AUTODIFF, mlp, normal, random_targets
+
+LOSSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "Gaussian": (Gaussian, "gaussian"),
+    "Bernoulli": (Bernoulli, "bernoulli"),
+    "Categorical": (Categorical, "categorical"),
+    "MSELoss": (nn.MSELoss, "gaussian"),
+    "MSELoss, sum": (lambda: nn.MSELoss(reduction="sum"), "gaussian"),
+    "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss, "bernoulli"),
+    "CrossEntropyLoss, smoothed": (
+        lambda: nn.CrossEntropyLoss(label_smoothing=0.1),
+        "categorical",
+    ),
+}
+
+
+def closure_of(
+    model: nn.Module,
+    loss: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    chunk: int | None = None,
+    low_rank: bool = False,
+) -> MiniBatchClosure:
+    optimizer = KFAC(model, loss, inverse=BlockDiagonalInverse(low_rank=low_rank))
+    return optimizer.closure(x, y, chunk=chunk)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradients(name: str, bias: bool) -> None:
+    make, likelihood = LOSSES[name]
+    model, x = mlp([4, 6, 5, 3], bias=bias), normal(9, 4)
+    y = random_targets(model(x), likelihood)
+    closure = closure_of(model, make(), x, y)
+    expected = closure()
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    passed = closure.by_hand()
+    assert passed is not None
+    assert_close(passed.loss, expected, **AUTODIFF)
+    assert passed.batch.seen_loss is not None
+    assert_close(passed.batch.seen_loss, expected, **AUTODIFF)
+    assert [p.grad is not None for p in model.parameters()] == [True] * len(grads)
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        assert_close(p.grad, grad, **AUTODIFF)
+        assert p.grad.shape == p.shape
+    (call,) = passed.batch.calls
+    assert call.rows == 9
+    assert call.outputs == torch.Size((9, 3))
+    assert_close(call.targets, y)
+
+
+def test_the_gradient_in_factors() -> None:
+    model, x, y = mlp([4, 6, 3]), normal(9, 4), normal(9, 3, seed=1)
+    closure = closure_of(model, Gaussian(), x, y, low_rank=True)
+    closure()
+    passed = closure.by_hand()
+    assert passed is not None
+    assert closure.rows is not None
+    assert passed.rows is not None
+    for (g, a), (expected_g, expected_a), V in zip(
+        passed.rows, closure.rows, passed.gradient, strict=True
+    ):
+        assert_close(g, expected_g, **AUTODIFF)
+        assert_close(a, expected_a, **AUTODIFF)
+        assert_close(g.mT @ a, V, **AUTODIFF)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_a_step_leaves_the_gradients_of_the_loss_alone(weight_decay: float) -> None:
+    model, x, y = mlp([4, 6, 3]), normal(9, 4), normal(9, 3, seed=1)
+    optimizer = KFAC(model, nn.MSELoss(), weight_decay=weight_decay)
+    for _ in range(3):
+        nn.functional.mse_loss(model(x), y).backward()
+        expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.zero_grad()
+        optimizer.step(optimizer.closure(x, y))
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            assert_close(p.grad, grad, **AUTODIFF)
+        optimizer.zero_grad()
+
+
+def test_gradients_from_before_do_not_count() -> None:
+    model, x, y = mlp([4, 6, 3]), normal(9, 4), normal(9, 3, seed=1)
+    closure = closure_of(model, Gaussian(), x, y)
+    closure()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 7.0)
+    closure.by_hand()
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        assert_close(p.grad, grad, **AUTODIFF)
+
+
+def test_what_is_left_to_torch() -> None:
+    x, y = normal(9, 4), normal(9, 3, seed=1)
+    assert closure_of(mlp([4, 6, 3]), Gaussian(), x, y, chunk=4).by_hand() is None
+    assert closure_of(mlp([4, 6, 3]), Gaussian(), x, y, chunk=9).by_hand() is not None
+    masks = nn.Sequential(*mlp([4, 6]), nn.Dropout(), *mlp([6, 3]))
+    assert closure_of(masks, Gaussian(), x, y).by_hand() is None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert closure_of(mlp([4, 6, 3]), Gaussian(), x, y).by_hand() is None
+
+
+def test_hooks_of_the_model_fire_in_a_step() -> None:
+    model, x, y = mlp([4, 6, 3]), normal(9, 4), normal(9, 3, seed=1)
+    seen: list[torch.Size] = []
+    model[0].register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    optimizer = KFAC(model, Gaussian())
+    optimizer.step(optimizer.closure(x, y))
+    assert torch.Size((9, 6)) in seen
+
+
+def test_what_waits_for_torchs_backward_pass_gets_it() -> None:
+    model, x, y = mlp([4, 6, 3]), normal(9, 4), normal(9, 3, seed=1)
+    optimizer = KFAC(model, Gaussian())
+    for wants_grad in (x, y):
+        wants_grad.requires_grad_()
+        optimizer.step(optimizer.closure(x, y))
+        assert wants_grad.grad is not None
+        wants_grad.requires_grad_(False)
+
+    def fill(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.fill_(2.0)
+
+    handles = [
+        model[0].weight.register_hook(lambda grad: 0 * grad),
+        model[2].bias.register_post_accumulate_grad_hook(fill),
+    ]
+    optimizer.step(optimizer.closure(x, y))
+    assert bool((model[0].weight.grad == 0).all())
+    assert bool((model[2].bias.grad == 2).all())
+    for handle in handles:
+        handle.remove()
+    handle = register_module_full_backward_hook(lambda *_: None)
+    try:
+        assert optimizer.closure(x, y).by_hand() is None
+    finally:
+        handle.remove()
+    assert optimizer.closure(x, y).by_hand() is not None
+
+
+def test_hooks_of_the_loss_fire_in_a_step() -> None:
+    model, loss, x, y = mlp([4, 6, 3]), nn.MSELoss(), normal(9, 4), normal(9, 3, seed=1)
+    seen: list[float] = []
+    loss.register_forward_hook(lambda module, args, out: seen.append(float(out.detach())))
+    optimizer = KFAC(model, loss)
+    returned = optimizer.step(optimizer.closure(x, y))
+    assert float(returned) in seen
+
+
+def test_targets_that_do_not_fit_change_nothing() -> None:
+    model, x = mlp([4, 6, 3]), normal(9, 4)
+    before = [p.clone() for p in model.parameters()]
+    optimizer = KFAC(model, nn.MSELoss())
+    with pytest.raises(TargetError, match="outputs' shape"):
+        optimizer.step(optimizer.closure(x, normal(9, 1)))
+    classes = KFAC(model, nn.CrossEntropyLoss())
+    y = torch.zeros(9, dtype=torch.int64)
+    y[4] = -100
+    with pytest.raises(TargetError, match="ignore_index"):
+        classes.step(classes.closure(x, y))
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, old)
+        assert p.grad is None
+
+
+def test_inputs_that_do_not_fit_are_torchs_to_refuse() -> None:
+    model, y = mlp([4, 6, 3]), normal(9, 3)
+    optimizer = KFAC(model, nn.MSELoss())
+    with pytest.raises(RuntimeError):
+        optimizer.step(optimizer.closure(normal(9, 5), y))
+    with pytest.raises(UnsupportedModelError, match="batch of vectors"):
+        optimizer.step(optimizer.closure(normal(9, 2, 4), normal(9, 2, 3)))
