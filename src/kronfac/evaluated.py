@@ -56,7 +56,7 @@ def evaluate(
         ClosureError: it did not do what a step needs.
     """
     parameters = [p for layer in network.layers for p in layer.parameters()]
-    stale = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
+    stale: StaleGradients = {}
     own = closure if isinstance(closure, MiniBatchClosure) else None
     joined: Matrices | None = None
     rows = None
@@ -65,6 +65,7 @@ def evaluate(
         if weight_decay == 0:
             joined = by_hand.gradient
     else:
+        stale = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
         with recorder.recording(), torch.enable_grad():
             returned = closure()
         batch = recorder.take()

@@ -7,8 +7,8 @@ of the weights with the slopes φ′(s):
     backwards   g_i = φ′(s_i) ⊙ (W_{i+1}ᵀ g_{i+1})
 
 That takes no graph and no dual numbers, whose administration is a quarter of a small network's step, and
-all passes over the same rows share slopes and activations: the gradient's, where the closure is K-FAC's own,
-the statistics' and the Fisher products'. Other networks go through torch's differentiation.
+all passes over the same rows share slopes and activations: the statistics', the Fisher products' and,
+where the closure is K-FAC's own, the gradient's. Other networks go through torch's differentiation.
 """
 
 from collections.abc import Iterator, Sequence

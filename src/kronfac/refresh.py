@@ -82,11 +82,12 @@ class Computed:
 
     def __iter__(self) -> Iterator[Outcome]:
         done = self._done()
-        for outcome in self._computed() if done is None else done:
-            if done is not None and self._device.type == "cuda":
-                for tensor in _tensors(outcome):  # or its memory could be given away while in use
-                    tensor.record_stream(torch.cuda.current_stream(self._device))
-            yield outcome
+        if done is None:
+            return self._computed()  # as it is: a loop here would hold one while the next is made
+        if self._device.type == "cuda":
+            for tensor in _tensors(done):  # or its memory could be given away while in use
+                tensor.record_stream(torch.cuda.current_stream(self._device))
+        return iter(done)
 
     def _done(self) -> list[Outcome] | None:
         """What the background found; None if it can't tell, and they have to be computed here."""

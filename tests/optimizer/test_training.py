@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import kronfac
 from kronfac import KFAC, LevenbergMarquardt
+from kronfac.inverses.block_diagonal import DampedBlockDiagonal, _Factored
 from tests.conftest import seeded
 from tests.optimizer.runs import INVERSES, assert_no_hooks, closure_of, same
 
@@ -181,6 +182,35 @@ def test_the_mini_batch_is_not_kept_alive():
     del x, y
     gc.collect()
     assert [reference() for reference in alive] == [None, None]
+
+
+def test_a_search_for_gamma_holds_three_inverses_at_the_most(monkeypatch):
+    """The one before it, which a refused step goes on with, the best so far and the one being made."""
+    alive: list[weakref.ref[DampedBlockDiagonal]] = []
+    most = 0
+    damped = _Factored.damped
+
+    def counted(prepared: _Factored, gamma: float) -> DampedBlockDiagonal:
+        nonlocal most
+        most = max(most, 1 + sum(reference() is not None for reference in alive))
+        made = damped(prepared, gamma)
+        alive.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(_Factored, "damped", counted)
+    search = kronfac.GammaSearch(interval=1)
+    optimizer = KFAC(
+        autoencoder(),
+        kronfac.Bernoulli(),
+        damping=LevenbergMarquardt(lambda_=1.0),
+        gamma=search,
+        inverse_interval=1,
+    )
+    x = blobs(20, seed=0)
+    for _ in range(4):
+        optimizer.step(optimizer.closure(x, x))
+    assert len(alive) >= 1 + 3 * 3, "there were searches"
+    assert most == 3
 
 
 def test_a_float64_run_is_float64_throughout():
