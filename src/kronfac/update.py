@@ -195,7 +195,8 @@ class Update:
             return proposed(before.gamma, stale, before.decayed), before
         best: Proposal | None = None
         failure: Exception | None = None
-        outcomes = iter(renewal.outcomes)
+        with watch("inverse"):
+            outcomes = iter(renewal.outcomes)  # waits for those from the background
         for gamma in renewal.candidates:
             with watch("inverse"):
                 outcome = next(outcomes)

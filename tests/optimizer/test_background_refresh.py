@@ -112,6 +112,16 @@ def test_a_slow_machine_makes_the_same_steps():
         assert torch.equal(a, b)
 
 
+def test_a_step_that_has_to_wait_counts_it_as_time_for_the_inverse():
+    pause = 0.3
+    optimizer = new(inverse=Watched(first=lambda: time.sleep(pause)))
+    for k in range(1, INTERVAL + LAG):
+        step(optimizer, k)
+    assert optimizer.report.seconds.get("inverse", 0.0) < pause / 2
+    step(optimizer, INTERVAL + LAG)
+    assert optimizer.report.seconds["inverse"] > pause / 2
+
+
 def test_all_candidates_for_gamma_are_compared_when_it_comes_into_use():
     optimizer = new()
     moved = []
