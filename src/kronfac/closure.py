@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import _has_any_global_hook
 
 from kronfac.errors import TargetError
-from kronfac.layers import Layer, Matrices
+from kronfac.layers import Layer
 from kronfac.likelihoods import Objective
 from kronfac.minibatch import Batch, Call, draws_masks
 from kronfac.perceptron import perceptron
@@ -23,12 +23,11 @@ Rows = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class ByHand:
-    """What a pass by hand found; the gradients are in the parameters, too."""
+    """What a pass by hand found; the gradients are in the parameters."""
 
     loss: Tensor
     batch: Batch
     """With the rows' way through the network, for all further passes to use."""
-    gradient: Matrices
     rows: tuple[Rows, ...] | None
     """Where the low-rank route wants them [MG15 §8]."""
 
@@ -62,7 +61,8 @@ class MiniBatchClosure:
         if chunk is not None and chunk < 1:
             raise ValueError(f"KFAC.closure's chunk is a number of rows, 1 or more; got {chunk}.")
         self._model = model
-        self._objective = objective
+        self.objective = objective
+        """Each `KFAC` has its own, by which it knows its closures."""
         self._layers = layers
         self._zero_grad = zero_grad
         self._targets = y
@@ -88,8 +88,8 @@ class MiniBatchClosure:
                 wanted = self._keep_rows or reusable
                 captured = stack.enter_context(capture(self._layers)) if wanted else None
                 outputs = self._model(*(arg[part] for arg in self._args))
-                loss = self._objective.module(outputs, targets)
-            share = len(targets) / cases if self._objective.reduction == "mean" else 1.0
+                loss = self.objective.module(outputs, targets)
+            share = len(targets) / cases if self.objective.reduction == "mean" else 1.0
             grads = _remember_grads(captured.outputs()) if captured and self._keep_rows else []
             (loss * share).backward()
             total = total + loss.detach() * share
@@ -120,23 +120,20 @@ class MiniBatchClosure:
         if way is None:
             return None
         outputs = way.outputs.detach().requires_grad_()
-        self._objective.likelihood.check(outputs, targets)
-        self._objective.refuse_ignored(self._objective.ignored(targets))
+        self.objective.likelihood.check(outputs, targets)
+        self.objective.refuse_ignored(self.objective.ignored(targets))
         with torch.enable_grad():
-            loss = self._objective.module(outputs, targets)
+            loss = self.objective.module(outputs, targets)
         (slope,) = torch.autograd.grad(loss, outputs)
-        gradient, rows = way.gradient(slope), None
-        if self._keep_rows:
-            grads = way.pullback(slope)
-            rows = tuple(
-                (g, layer.inputs(a).flatten(0, 1))
-                for layer, a, g in zip(self._layers, way.inputs, grads, strict=True)
-            )
-        for layer, V in zip(self._layers, gradient, strict=True):
-            for parameter, part in zip(layer.parameters(), layer.split(V), strict=True):
-                parameter.grad = part
+        self._zero_grad()  # first: old gradients and new ones need not be in memory together
+        rows: list[Rows] = []
+        for layer, a, g in way.backwards(slope):
+            for parameter, grad in zip(layer.parameters(), layer.gradients(a, g), strict=True):
+                parameter.grad = grad
+            if self._keep_rows:
+                rows.append((g, layer.inputs(a).flatten(0, 1)))
         call = replace(call, outputs=outputs.shape, targets=targets.detach(), way=way)
-        return ByHand(loss.detach(), Batch((call,), loss.detach()), gradient, rows)
+        return ByHand(loss.detach(), Batch((call,), loss.detach()), tuple(rows[::-1]) or None)
 
     def _needs_graph(self) -> bool:
         """Whether somebody is waiting for what only torch's own backward pass does."""

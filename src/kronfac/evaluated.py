@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from kronfac.closure import MiniBatchClosure, Rows
-from kronfac.errors import ClosureError
+from kronfac.errors import ClosureError, UnsupportedModelError
 from kronfac.inverses import ApproximateInverse
-from kronfac.layers import Matrices
 from kronfac.parameters import StaleGradients, as_loss, gradient, loss_at
 from kronfac.point import Evaluation, Network, Point
 from kronfac.statistics import Recorder, chain_order
@@ -24,8 +23,6 @@ class Evaluated:
     """With its layers in the order of the chain, where that matters."""
     evaluation: Evaluation
     stale: StaleGradients
-    joined: Matrices | None
-    """∇h, where it is already there as such."""
     rows: tuple[Rows, ...] | None
 
     def point(self) -> Point:
@@ -35,8 +32,7 @@ class Evaluated:
             weight_decay=self.evaluation.weight_decay,
             batch=self.evaluation.batch,
             reevaluate=self.evaluation.reevaluate,
-            gradient=self.joined
-            or gradient(self.network.layers, self.evaluation.weight_decay, self.stale),
+            gradient=gradient(self.network.layers, self.evaluation.weight_decay, self.stale),
             rows=self.rows,
         )
 
@@ -54,18 +50,25 @@ def evaluate(
 
     Raises:
         ClosureError: it did not do what a step needs.
+        UnsupportedModelError: a layer has been frozen.
     """
     parameters = [p for layer in network.layers for p in layer.parameters()]
-    stale: StaleGradients = {}
+    for layer in network.layers:
+        if not all(p.requires_grad for p in layer.parameters()):
+            raise UnsupportedModelError(
+                f"Layer {layer.name!r} has been frozen since this KFAC was made, which trains it; make "
+                "a new one after changing the model."
+            )
     own = closure if isinstance(closure, MiniBatchClosure) else None
-    joined: Matrices | None = None
+    if own and own.objective is not network.objective:
+        own = None  # another optimizer's, perhaps of another model: the recorder will see
+    stale: StaleGradients = {}
     rows = None
     if own and (by_hand := own.by_hand()):
         returned, batch, rows = by_hand.loss, by_hand.batch, by_hand.rows
-        if weight_decay == 0:
-            joined = by_hand.gradient
     else:
-        stale = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
+        if not own:  # K-FAC's own closure leaves none; to hold on to them would only cost memory
+            stale = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
         with recorder.recording(), torch.enable_grad():
             returned = closure()
         batch = recorder.take()
@@ -87,4 +90,4 @@ def evaluate(
         batch=batch,
         reevaluate=lambda delta: loss_at(closure, network.layers, delta),
     )
-    return Evaluated(returned, network, evaluation, stale, joined, rows)
+    return Evaluated(returned, network, evaluation, stale, rows)

@@ -56,23 +56,21 @@ class Perceptron:
 
     def pullback(self, v: Tensor) -> list[Tensor]:
         """Jᵀ v at every layer's output, g_i (rows, out)."""
-        return [*self._backwards(v)][::-1]
+        return [g for _, _, g in self.backwards(v)][::-1]
 
     def gradient(self, v: Tensor) -> Matrices:
         """Jᵀ v in the parameters, summed over the rows."""
-        inputs = reversed(self.inputs)
-        pairs = zip(reversed(self.layers), inputs, self._backwards(v), strict=True)
-        return tuple(layer.gradient(a, g) for layer, a, g in pairs)[::-1]
+        return tuple(layer.gradient(a, g) for layer, a, g in self.backwards(v))[::-1]
 
-    def _backwards(self, v: Tensor) -> Iterator[Tensor]:
-        """g_i from the last layer to the first, one at a time in memory."""
+    def backwards(self, v: Tensor) -> Iterator[tuple[Layer, Tensor, Tensor]]:
+        """Every layer with its a_{i−1} and g_i, from the last to the first, one at a time in memory."""
         g = v
         for i, layer in reversed([*enumerate(self.layers)]):
             slope = self.slopes[i]
             if slope is not None:
                 # v is not ours to write to.
                 g = g * slope if g is v else g.mul_(slope)
-            yield g
+            yield layer, self.inputs[i], g
             if i > 0:
                 g = g @ layer.weight_transposed().mT
 

@@ -296,9 +296,9 @@ def test_a_failed_step_is_repeated_as_if_nothing_had_happened():
     for step in range(4):
         closure = optimizer.closure(*data(step))
 
-        def failing(closure=closure) -> Tensor:
+        def failing() -> Tensor:
             with torch.no_grad():
-                loss: Tensor = closure._objective.module(optimizer.model(data(9)[0]), data(9)[1])
+                loss: Tensor = optimizer.objective.module(optimizer.model(data(9)[0]), data(9)[1])
             return loss
 
         with pytest.raises(kronfac.KronfacError):

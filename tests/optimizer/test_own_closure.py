@@ -1,6 +1,8 @@
 """The pass of `KFAC.closure` by hand: what it leaves behind is what torch would have left."""
 
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,11 @@ from torch.testing import assert_close
 
 from kronfac import KFAC, Bernoulli, BlockDiagonalInverse, Categorical, Gaussian
 from kronfac.closure import MiniBatchClosure
-from kronfac.errors import TargetError, UnsupportedModelError
+from kronfac.errors import ClosureError, TargetError, UnsupportedModelError
+from kronfac.layers import find_layers
+from kronfac.update import Transition, Update
 from tests.conftest import AUTODIFF, mlp, normal, random_targets
+from tests.optimizer.runs import Snapshot
 
 LOSSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "Gaussian": (Gaussian, "gaussian"),
@@ -58,6 +63,7 @@ def test_loss_and_gradients(name: str, bias: bool) -> None:
     for p, grad in zip(model.parameters(), grads, strict=True):
         assert_close(p.grad, grad, **AUTODIFF)
         assert p.grad.shape == p.shape
+        assert p.grad.stride() == grad.stride(), "who flattens gradients does it by view(-1)"
     (call,) = passed.batch.calls
     assert call.rows == 9
     assert call.outputs == torch.Size((9, 3))
@@ -72,11 +78,13 @@ def test_the_gradient_in_factors() -> None:
     assert passed is not None
     assert closure.rows is not None
     assert passed.rows is not None
-    for (g, a), (expected_g, expected_a), V in zip(
-        passed.rows, closure.rows, passed.gradient, strict=True
+    layers = find_layers(model)
+    for (g, a), (expected_g, expected_a), layer in zip(
+        passed.rows, closure.rows, layers, strict=True
     ):
         assert_close(g, expected_g, **AUTODIFF)
         assert_close(a, expected_a, **AUTODIFF)
+        V = layer.join([p.grad for p in layer.parameters() if p.grad is not None])
         assert_close(g.mT @ a, V, **AUTODIFF)
 
 
@@ -104,6 +112,54 @@ def test_gradients_from_before_do_not_count() -> None:
     closure.by_hand()
     for p, grad in zip(model.parameters(), expected, strict=True):
         assert_close(p.grad, grad, **AUTODIFF)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_gradients_from_before_are_not_held_while_the_step_is_computed(
+    chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, y = mlp([4, 6, 3]), normal(9, 4), normal(9, 3, seed=1)
+    optimizer = KFAC(model, Gaussian())
+    optimizer.step(optimizer.closure(x, y, chunk=chunk))
+    before = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+    held: list[bool] = []
+    computed = Update.__call__
+
+    def watched(update: Update, *args: Any) -> Transition:
+        held.append(any(grad() is not None for grad in before))
+        return computed(update, *args)
+
+    monkeypatch.setattr(Update, "__call__", watched)
+    optimizer.step(optimizer.closure(x, y, chunk=chunk))
+    assert len(before) == 4
+    assert held == [False]
+
+
+def test_a_closure_of_another_model_is_refused() -> None:
+    one, other = (KFAC(mlp([4, 6, 3], seed=seed), Gaussian()) for seed in (0, 1))
+    before = Snapshot.of(other)
+    with pytest.raises(ClosureError, match="never called the model"):
+        other.step(one.closure(normal(9, 4), normal(9, 3, seed=1)))
+    before.assert_untouched(other)
+
+
+def test_in_the_closure_of_another_optimizer_of_the_model_the_loss_is_not_seen() -> None:
+    model, x, y = mlp([4, 6, 3]), normal(9, 4), normal(9, 3, seed=1)
+    one, other = KFAC(model, nn.MSELoss()), KFAC(model, Gaussian())
+    other.step(one.closure(x, y))
+    assert other.report is not None
+    assert [event.kind for event in other.report.events] == ["loss_not_seen"]
+
+
+def test_a_layer_that_was_frozen_since_is_not_trained() -> None:
+    model, x, y = mlp([4, 6, 3]), normal(9, 4), normal(9, 3, seed=1)
+    optimizer = KFAC(model, Gaussian())
+    optimizer.step(optimizer.closure(x, y))
+    model[0].requires_grad_(False)
+    before = Snapshot.of(optimizer)
+    with pytest.raises(UnsupportedModelError, match="Layer '0' has been frozen"):
+        optimizer.step(optimizer.closure(x, y))
+    before.assert_untouched(optimizer)
 
 
 def test_what_is_left_to_torch() -> None:

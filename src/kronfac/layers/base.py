@@ -57,8 +57,12 @@ class Layer(ABC):
         """V ā for every direction V, (k, rows, out), a new tensor."""
 
     @abstractmethod
+    def gradients(self, x: Tensor, g: Tensor) -> list[Tensor]:
+        """Of the parameters, new tensors, from the module's inputs and gradients at its outputs."""
+
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
-        """Σ g āᵀ over rows, V (out, in+1), from the module's inputs and gradients at its outputs."""
+        """The same as V (out, in+1): Σ g āᵀ over the rows."""
+        return self.join(self.gradients(x, g))
 
     @abstractmethod
     def weight_transposed(self) -> Tensor:

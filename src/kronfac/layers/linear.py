@@ -55,13 +55,8 @@ class LinearLayer(Layer):
                 torch.mm(x, weight.mT, out=product)
         return products
 
-    def gradient(self, x: Tensor, g: Tensor) -> Tensor:
-        V = g.new_empty(self.shape)
-        weight, *bias = self.split(V)
-        torch.mm(g.mT, x, out=weight)
-        if bias:
-            torch.sum(g, dim=0, out=bias[0])
-        return V
+    def gradients(self, x: Tensor, g: Tensor) -> list[Tensor]:
+        return [g.mT @ x, g.sum(dim=0)] if self.has_bias else [g.mT @ x]
 
     def weight_transposed(self) -> Tensor:
         return self.module.weight.detach().mT
