@@ -6,7 +6,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +15,16 @@ from kronfac import state as saving
 from kronfac.closure import MiniBatchClosure
 from kronfac.errors import ClosureError, StateError
 from kronfac.evaluated import Evaluated, evaluate
-from kronfac.inverses import ApproximateInverse, BlockDiagonalInverse, BlockTridiagonalInverse
+from kronfac.inverses import ApproximateInverse
 from kronfac.judgement import Judgement, judge, suspicious
 from kronfac.layers import find_layers
 from kronfac.likelihoods import objective_of
 from kronfac.parameters import move, place
 from kronfac.point import Network, Point, RefusedError
 from kronfac.report import Event, StepReport, Stopwatch
-from kronfac.settings import Settings
+from kronfac.settings import Settings, fisher_of, inverse_of
 from kronfac.state import Kept, State
-from kronfac.statistics import (
-    EmpiricalFisher,
-    ExactFisher,
-    Fisher,
-    Recorder,
-    SampledFisher,
-)
+from kronfac.statistics import Fisher, Recorder
 from kronfac.step_size import (
     STEADY,
     AdaptiveDamping,
@@ -41,16 +35,6 @@ from kronfac.step_size import (
     StepRule,
 )
 from kronfac.update import Update
-
-_INVERSES: dict[str, type[ApproximateInverse]] = {
-    "block_diagonal": BlockDiagonalInverse,
-    "block_tridiagonal": BlockTridiagonalInverse,
-}
-_FISHERS: dict[str, type[Fisher]] = {
-    "sampled": SampledFisher,
-    "empirical": EmpiricalFisher,
-    "exact": ExactFisher,
-}
 
 
 class KFAC(torch.optim.Optimizer):
@@ -118,8 +102,8 @@ class KFAC(torch.optim.Optimizer):
         if not 0 <= weight_decay < math.inf:
             raise ValueError(f"weight_decay is finite and not negative; got {weight_decay}.")
         self.settings = Settings(
-            inverse=_choose("inverse", inverse, _INVERSES, ApproximateInverse),  # type: ignore[type-abstract]
-            fisher=_choose("fisher", fisher, _FISHERS, Fisher),  # type: ignore[type-abstract]
+            inverse=inverse_of(inverse),
+            fisher=fisher_of(fisher),
             damping=AdaptiveDamping() if damping is None else damping,
             gamma=AdaptiveGamma() if gamma is None else gamma,
             step_size=QuadraticModel(bounded=True, steady=STEADY)
@@ -343,19 +327,3 @@ class KFAC(torch.optim.Optimizer):
                 "changing the model."
             )
         super().add_param_group(param_group)
-
-
-T = TypeVar("T")
-
-
-def _choose(what: str, choice: Any, names: dict[str, type[T]], kind: type[T]) -> T:
-    """An instance from a name, a class or an instance."""
-    if isinstance(choice, str) and choice in names:
-        choice = names[choice]
-    if isinstance(choice, type) and issubclass(choice, kind):
-        choice = choice()
-    if not isinstance(choice, kind):
-        raise ValueError(
-            f"KFAC's {what} is one of {sorted(names)}, or a {kind.__name__}; got {choice!r}."
-        )
-    return choice

@@ -1,10 +1,13 @@
 """The choices that a user makes, and what follows from them: when to refresh, on how many rows."""
 
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from kronfac.inverses import ApproximateInverse
-from kronfac.statistics import Fisher
+from kronfac.inverses import ApproximateInverse, BlockDiagonalInverse, BlockTridiagonalInverse
+from kronfac.statistics import EmpiricalFisher, ExactFisher, Fisher, SampledFisher
 from kronfac.step_size import DampingRule, GammaRule, StepRule
+
+T = TypeVar("T")
 
 # The statistics change fastest in the first iterations, so the inverse is fresh in each [MG15 §9].
 FIRST_REFRESHES = 3
@@ -75,3 +78,37 @@ class Settings:
 
 def _share(chosen: float | None, usual: float, cases: int) -> float:
     return max(usual, min(1.0, LEAST_ROWS / cases)) if chosen is None else chosen
+
+
+# ---------------------------------------------------------------------------------------------- names
+
+
+def inverse_of(choice: str | ApproximateInverse | type[ApproximateInverse]) -> ApproximateInverse:
+    """An inverse from its name, its class or an instance."""
+    names: dict[str, type[ApproximateInverse]] = {
+        "block_diagonal": BlockDiagonalInverse,
+        "block_tridiagonal": BlockTridiagonalInverse,
+    }
+    return _chosen("inverse", choice, names, ApproximateInverse)  # type: ignore[type-abstract]
+
+
+def fisher_of(choice: str | Fisher | type[Fisher]) -> Fisher:
+    """A Fisher from its name, its class or an instance."""
+    names: dict[str, type[Fisher]] = {
+        "sampled": SampledFisher,
+        "empirical": EmpiricalFisher,
+        "exact": ExactFisher,
+    }
+    return _chosen("fisher", choice, names, Fisher)  # type: ignore[type-abstract]
+
+
+def _chosen(what: str, choice: Any, names: dict[str, type[T]], kind: type[T]) -> T:
+    if isinstance(choice, str) and choice in names:
+        choice = names[choice]
+    if isinstance(choice, type) and issubclass(choice, kind):
+        choice = choice()
+    if not isinstance(choice, kind):
+        raise ValueError(
+            f"KFAC's {what} is one of {sorted(names)}, or a {kind.__name__}; got {choice!r}."
+        )
+    return choice
