@@ -15,6 +15,7 @@ from kronfac.layers import Layer
 from kronfac.likelihoods import Objective
 from kronfac.minibatch import Batch, Call, draws_masks
 from kronfac.perceptron import perceptron
+from kronfac.precision import mixed
 from kronfac.statistics import capture
 
 Rows = tuple[Tensor, Tensor]
@@ -72,7 +73,8 @@ class MiniBatchClosure:
         """Set by a call, where the low-rank route wants it [MG15 §8]."""
         self.activations: dict[str, Tensor] | None = None
         """Set by a call in one chunk: what the layers returned, for K-FAC's own passes to reuse. In
-        several chunks they would make memory that of the mini-batch; with dropout, other masks."""
+        several chunks they would make memory that of the mini-batch; with dropout they have other masks, in
+        mixed precision another dtype."""
 
     def __call__(self) -> Tensor:
         """The loss over the whole mini-batch; gradients are left in the parameters."""
@@ -84,7 +86,8 @@ class MiniBatchClosure:
             part = slice(start, start + self._chunk)
             targets = self._targets[part]
             with ExitStack() as stack:
-                reusable = self._chunk >= cases and not draws_masks(self._model)
+                again = not draws_masks(self._model) and not mixed(targets.device)
+                reusable = self._chunk >= cases and again
                 wanted = self._keep_rows or reusable
                 captured = stack.enter_context(capture(self._layers)) if wanted else None
                 outputs = self._model(*(arg[part] for arg in self._args))
@@ -98,7 +101,10 @@ class MiniBatchClosure:
             if captured and self._keep_rows:
                 kept.append(
                     [
-                        (layer.output_grads(g).flatten(0, 1), layer.inputs(x).flatten(0, 1))
+                        (
+                            layer.output_grads(g).flatten(0, 1).to(layer.dtype),
+                            layer.inputs(x).flatten(0, 1).to(layer.dtype),
+                        )
                         for layer, g, x in zip(self._layers, grads, captured.inputs(), strict=True)
                     ]
                 )
@@ -139,7 +145,7 @@ class MiniBatchClosure:
         """Whether somebody is waiting for what only torch's own backward pass does."""
         parameters = [p for layer in self._layers for p in layer.parameters()]
         return (
-            torch.is_autocast_enabled(self._targets.device.type)
+            mixed(self._targets.device)
             or _has_any_global_hook()
             or any(t.requires_grad for t in (*self._args, self._targets))
             or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)

@@ -10,7 +10,8 @@ from kronfac.closure import MiniBatchClosure, Rows
 from kronfac.errors import ClosureError, UnsupportedModelError
 from kronfac.inverses import ApproximateInverse
 from kronfac.parameters import StaleGradients, as_loss, gradient, loss_at
-from kronfac.point import Evaluation, Network, Point
+from kronfac.point import Evaluation, Network, Point, in_full_precision
+from kronfac.precision import Context
 from kronfac.statistics import Recorder, chain_order
 
 
@@ -28,6 +29,7 @@ class Evaluated:
     def point(self) -> Point:
         """With the gradient, which takes memory that a judgement can do without."""
         return Point(
+            returned=self.evaluation.returned,
             loss=self.evaluation.loss,
             weight_decay=self.evaluation.weight_decay,
             batch=self.evaluation.batch,
@@ -45,8 +47,11 @@ def evaluate(
     weight_decay: float,
     inverse: ApproximateInverse,
     ordered: bool,
+    callers: Context,
 ) -> Evaluated:
     """Call the closure; `ordered` says whether the network's layers are in the order of the chain.
+
+    `callers` is the context that the closure was to be called in, see `precision.py`.
 
     Raises:
         ClosureError: it did not do what a step needs.
@@ -62,16 +67,23 @@ def evaluate(
     own = closure if isinstance(closure, MiniBatchClosure) else None
     if own and own.objective is not network.objective:
         own = None  # another optimizer's, perhaps of another model: the recorder will see
+
+    def call() -> Any:
+        with callers():
+            return closure()
+
+    with callers():
+        by_hand = own.by_hand() if own else None
     stale: StaleGradients = {}
-    rows = None
-    if own and (by_hand := own.by_hand()):
+    if by_hand:
         returned, batch, rows = by_hand.loss, by_hand.batch, by_hand.rows
     else:
         if not own:  # K-FAC's own closure leaves none; to hold on to them would only cost memory
             stale = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
         with recorder.recording(), torch.enable_grad():
-            returned = closure()
+            returned = call()
         batch = recorder.take()
+        rows = None
         if own:
             rows = own.rows
             batch = batch.with_activations(own.activations)
@@ -84,10 +96,14 @@ def evaluate(
             f"{inverse!r} takes the gradient apart, so the pass has to be KFAC's own: use "
             "optimizer.step(optimizer.closure(x, y))."
         )
+    loss = as_loss(returned, parameters[0].device)
     evaluation = Evaluation(
-        loss=as_loss(returned, parameters[0].device),
+        returned=loss,
+        loss=loss,
         weight_decay=weight_decay,
         batch=batch,
-        reevaluate=lambda delta: loss_at(closure, network.layers, delta),
+        reevaluate=lambda delta: loss_at(call, network.layers, delta),
     )
+    if batch.mixed:
+        evaluation = in_full_precision(network, evaluation)
     return Evaluated(returned, network, evaluation, stale, rows)

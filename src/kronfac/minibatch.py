@@ -92,6 +92,8 @@ class Batch:
     seen_loss: Tensor | None = None
     """The objective over these rows by the loss module's own account; None unless the outputs of every
     call went into it as they were, which is what it takes to compute h(θ + δ) without the closure."""
+    mixed: bool = False
+    """Whether that was in half precision, which K-FAC's own passes are not."""
 
     @property
     def cases(self) -> int:

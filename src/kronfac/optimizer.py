@@ -21,6 +21,7 @@ from kronfac.layers import find_layers
 from kronfac.likelihoods import objective_of
 from kronfac.parameters import move, place
 from kronfac.point import Network, Point, RefusedError
+from kronfac.precision import Context, full_precision
 from kronfac.report import Event, StepReport, Stopwatch
 from kronfac.settings import Settings, fisher_of, inverse_of
 from kronfac.state import Kept, State
@@ -146,12 +147,16 @@ class KFAC(torch.optim.Optimizer):
                 "KFAC.step needs a closure that computes the loss and its gradients, as L-BFGS does; "
                 "KFAC.closure(x, y) makes one."
             )
+        with full_precision(self.layers[0].parameters()[0].device) as callers:
+            return self._step(closure, callers)
+
+    def _step(self, closure: Callable[[], Any], callers: Context) -> Any:
         watch = Stopwatch()
         judging = self._judges_next()
         judgement: Judgement | None = None
         while True:
             with watch("gradient"):
-                evaluated = self._evaluate(closure)
+                evaluated = self._evaluate(closure, callers)
             network = evaluated.network
             if judging and judgement is None:
                 with watch("reduction_ratio"):
@@ -193,7 +198,7 @@ class KFAC(torch.optim.Optimizer):
             keep_rows=self.settings.inverse.low_rank,
         )
 
-    def _evaluate(self, closure: Callable[[], Any]) -> Evaluated:
+    def _evaluate(self, closure: Callable[[], Any], callers: Context) -> Evaluated:
         return evaluate(
             closure,
             self._recorder,
@@ -201,6 +206,7 @@ class KFAC(torch.optim.Optimizer):
             weight_decay=float(self.param_groups[0]["weight_decay"]),
             inverse=self.settings.inverse,
             ordered=self._chain_known,
+            callers=callers,
         )
 
     def _accept(self, network: Network, judgement: Judgement) -> bool:
@@ -223,7 +229,7 @@ class KFAC(torch.optim.Optimizer):
         try:
             transition = Update(network, self.settings)(point, self._state, watch)
         except RefusedError as refusal:
-            if not judged and self._suspects(network, point, float(point.loss), None):
+            if not judged and self._suspects(network, point, float(point.returned), None):
                 return None
             return self._refusal(point, watch, refusal)
         # Only here, where the host knows the loss without another synchronisation.
@@ -274,7 +280,7 @@ class KFAC(torch.optim.Optimizer):
     def _refusal(self, point: Point, watch: Stopwatch, refusal: RefusedError) -> StepReport:
         return StepReport(
             iteration=self._state.iteration + 1,
-            loss=float(point.loss),
+            loss=float(point.returned),
             lambda_=self._state.lambda_,
             gamma=self._state.gamma,
             cases=point.batch.cases,

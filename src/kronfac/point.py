@@ -4,8 +4,8 @@ Nothing here changes anything.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +44,7 @@ class Network:
         """The loss below which its gradient is rounding error."""
         if not self.objective.likelihood.saturates:
             return 0.0
-        dtype = self.layers[0].parameters()[0].dtype
-        return self.case_weight(batch) * torch.finfo(dtype).eps
+        return self.case_weight(batch) * torch.finfo(self.layers[0].dtype).eps
 
     def theta(self) -> Matrices:
         """The parameters, a copy."""
@@ -68,8 +67,10 @@ class Network:
 class Evaluation:
     """The objective at θ on the rows of the mini-batch S′."""
 
+    returned: Tensor
+    """The loss as the closure returned it."""
     loss: Tensor
-    """As the closure returned it."""
+    """The same, but for a closure in half precision: see `in_full_precision`."""
     weight_decay: float
     batch: Batch
     reevaluate: Callable[[Matrices], Tensor]
@@ -98,12 +99,29 @@ def moved_loss(
     """The loss at θ + δ on the rows of `evaluation`, by a forward pass, in float64."""
     if not loss_seen:
         return evaluation.reevaluate(delta).double()
-    batch = evaluation.batch
-    moved = network.parameters_at(delta)
-    total = torch.zeros((), dtype=torch.float64, device=delta[0].device)
+    return _loss(network, evaluation.batch, network.parameters_at(delta))
+
+
+def in_full_precision(network: Network, evaluation: Evaluation) -> Evaluation:
+    """For a closure in half precision: with the loss as K-FAC's own passes find it, where they can.
+
+    The change of the loss with a step is the difference of two such; in half precision it would be rounding
+    error. By how much `returned` differs is for a judgement to know, as noise: so does the gradient.
+    """
+    loss, seen, batch = evaluation.loss, evaluation.batch.seen_loss, evaluation.batch
+    if seen is None or not evaluation.seen(float(loss), float(seen), network.layers[0].dtype):
+        return evaluation
+    loss = _loss(network, batch)
+    return replace(evaluation, loss=loss, batch=replace(batch, seen_loss=loss))
+
+
+def _loss(network: Network, batch: Batch, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
+    """By a forward pass, with other parameters if given, in float64."""
+    device = network.layers[0].parameters()[0].device
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for call in batch.calls:
         assert call.targets is not None
-        outputs = call.run(network.model, moved)
+        outputs = call.run(network.model, parameters)
         total = total + network.objective.total(outputs, call.targets, batch.cases).double()
     return total
 

@@ -32,6 +32,7 @@ class Proposal:
     step: Step
     delta: Matrices
     loss: float
+    """As the closure returned it."""
     penalty: float
     """η/2 ‖θ‖², where the step is bounded."""
     loss_seen: bool
@@ -92,6 +93,7 @@ def propose(
             [
                 gram.reshape(-1),
                 _inner_products(directions, point.gradient),
+                point.returned.double().reshape(1),
                 point.loss.double().reshape(1),
                 (point.loss if seen is None else seen).double().reshape(1),
                 _health(factors).reshape(1),
@@ -102,13 +104,13 @@ def propose(
             check_finite(point, factors, network.layers)
             raise RefusedError("The curvature of the step is not finite.")
         fisher = numbers[: count**2].reshape(count, count)
-        inner, r = numbers[count**2 : -4].reshape(count + 1, count).split([count, 1])
+        inner, r = numbers[count**2 : -5].reshape(count + 1, count).split([count, 1])
         Q = fisher + (before.lambda_ + point.weight_decay) * inner
         precision = torch.finfo(point.gradient[0].dtype).eps
         step = step_size.solve(Q, r[0], precision, before.confidence)
         if not math.isfinite(step.predicted_change):
             raise RefusedError("The predicted change of the objective is not finite.")
-        loss, seen_value, _, squared = numbers[-4:].tolist()
+        returned, loss, seen_value, _, squared = numbers[-5:].tolist()
         penalty = point.weight_decay / 2 * squared
         delta = _combine(directions, step.coefficients)
         c = torch.tensor(step.coefficients, dtype=torch.float64)
@@ -136,7 +138,7 @@ def propose(
         decayed=decayed,
         step=step,
         delta=delta,
-        loss=loss,
+        loss=returned,
         penalty=penalty,
         loss_seen=seen is not None and point.seen(loss, seen_value, point.gradient[0].dtype),
         curvature_share=curvature / damped if damped > 0 else 1.0,

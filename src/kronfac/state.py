@@ -38,7 +38,7 @@ class LastStep:
     cases: int
     """Of its mini-batch."""
     loss: float
-    """On its own rows, before it."""
+    """On its own rows, before it, as the closure returned it."""
     penalty: float
     """η/2 ‖θ‖² before it, where the step was bounded."""
     predicted_change: float

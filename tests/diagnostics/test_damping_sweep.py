@@ -134,3 +134,16 @@ def test_refuses_gammas_that_are_none(run, gammas):
     optimizer, x, y = run
     with pytest.raises(ValueError, match="positive and finite"):
         damping_sweep(optimizer, optimizer.closure(x, y), gammas)
+
+
+def test_inside_autocast_steps_are_computed_in_full_precision():
+    model, x = mlp((3, 5, 4, 2), dtype=torch.float32), normal(30, 3, seed=4, dtype=torch.float32)
+    y = random_targets(model(x), "bernoulli")
+    optimizer = KFAC(model, Bernoulli(), damping=LevenbergMarquardt())
+    full = damping_sweep(optimizer, optimizer.closure(x, y), GAMMAS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = damping_sweep(optimizer, optimizer.closure(x, y), GAMMAS)
+    for a, b in zip(full, mixed, strict=True):
+        # The gradient is not.
+        assert b.improvement == pytest.approx(a.improvement, rel=0.05)
+        assert b.predicted == pytest.approx(a.predicted, rel=0.05)

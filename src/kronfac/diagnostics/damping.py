@@ -13,6 +13,7 @@ import torch
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.optimizer import KFAC
 from kronfac.point import Point, RefusedError
+from kronfac.precision import full_precision
 from kronfac.report import Stopwatch
 from kronfac.state import State
 from kronfac.step_size import FixedGamma, LevenbergMarquardt, QuadraticModel, RawStep, StepRule
@@ -64,22 +65,24 @@ def damping_sweep(
         raise ValueError(
             "damping_sweep needs λ, which AdaptiveDamping finds in the first step; take that first."
         )
-    evaluated = optimizer._evaluate(closure)
-    point = evaluated.point()
-    found = []
-    for name, rule in RULES.items():
-        settings = replace(
-            optimizer.settings,
-            gamma=FixedGamma(),
-            step_size=rule,
-            damping=LevenbergMarquardt(interval=1),  # measures ρ, and so h(θ + δ), in every step
-            inverse_interval=1,
-            inverse_lag=0,
-        )
-        update = Update(evaluated.network, settings)
-        for gamma in gammas:
-            before = replace(optimizer._state, gamma=gamma, inverse=None, refresh=None)
-            found.append(_improvement(name, update, point, before))
+    with full_precision(optimizer.layers[0].parameters()[0].device) as callers:
+        evaluated = optimizer._evaluate(closure, callers)
+        point = evaluated.point()
+        found = []
+        for name, rule in RULES.items():
+            settings = replace(
+                optimizer.settings,
+                gamma=FixedGamma(),
+                step_size=rule,
+                # Measures ρ, and so h(θ + δ), in every step.
+                damping=LevenbergMarquardt(interval=1),
+                inverse_interval=1,
+                inverse_lag=0,
+            )
+            update = Update(evaluated.network, settings)
+            for gamma in gammas:
+                before = replace(optimizer._state, gamma=gamma, inverse=None, refresh=None)
+                found.append(_improvement(name, update, point, before))
     return found
 
 

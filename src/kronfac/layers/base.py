@@ -81,5 +81,10 @@ class Layer(ABC):
     def shape(self) -> tuple[int, int]:
         """(out, in+1)."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self.parameters()[0].dtype
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, shape={self.shape})"

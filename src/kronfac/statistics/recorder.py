@@ -18,6 +18,9 @@ from torch.utils import _pytree as pytree
 from kronfac.errors import ClosureError, UnsupportedModelError
 from kronfac.likelihoods import Objective
 from kronfac.minibatch import Batch, Call
+from kronfac.precision import mixed
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 class Recorder:
@@ -30,6 +33,7 @@ class Recorder:
         self._last_output: Tensor | None = None
         self._version = 0
         self._loss_seen = True
+        self._mixed = False
         self._versions: list[tuple[Tensor, int]] = []
         self._losses: list[Tensor] = []
         self._ignored: list[Tensor | None] = []
@@ -37,7 +41,7 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Remember calls inside this context, afresh."""
-        self._calls, self._last_output, self._loss_seen = [], None, True
+        self._calls, self._last_output, self._loss_seen, self._mixed = [], None, True, False
         self._losses, self._ignored, self._versions = [], [], []
         handles = [
             self.model.register_forward_hook(self._on_model, with_kwargs=True),
@@ -72,13 +76,17 @@ class Recorder:
             self.objective.refuse_ignored(ignored)
         calls = tuple(self._calls)
         self._calls, self._last_output = [], None  # a step must not keep its mini-batch alive
+        return Batch(calls, self._seen_loss(calls), self._mixed)
+
+    def _seen_loss(self, calls: tuple[Call, ...]) -> Tensor | None:
         if not self._loss_seen or any(call.targets is None for call in calls):
-            return Batch(calls)
+            return None
+        losses = torch.stack(self._losses)
         if self.objective.reduction == "sum":
-            return Batch(calls, torch.stack(self._losses).sum())
+            return losses.sum()
         # Micro-batches of different sizes: each mean counts by its rows.
-        rows = torch.tensor([call.rows for call in calls], device=self._losses[0].device)
-        return Batch(calls, (torch.stack(self._losses) * rows).sum() / rows.sum())
+        rows = torch.tensor([call.rows for call in calls], device=losses.device)
+        return (losses * rows).sum() / rows.sum()
 
     def _on_model(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
@@ -90,7 +98,10 @@ class Recorder:
             )
         if not outputs.requires_grad:  # an evaluation on the side
             return
-        self._calls.append(Call(args, kwargs, len(outputs), outputs.shape))
+        self._mixed = self._mixed or mixed(outputs.device)
+        self._calls.append(
+            Call(self._in_full(args), self._in_full(kwargs), len(outputs), outputs.shape)
+        )
         # Kept, so that its memory is not used again for what becomes of it; with its version.
         self._last_output, self._version = outputs.detach(), outputs._version
         self._watch((args, kwargs))
@@ -114,7 +125,7 @@ class Recorder:
         self.objective.likelihood.check(outputs, targets)
         self._ignored.append(self.objective.ignored(targets))
         self._watch(targets)
-        targets = targets.detach()
+        targets = self._in_full(targets).detach()
         if targets.shape == outputs.shape:
             targets = targets.reshape(call.rows, -1)
         self._calls[-1] = replace(call, targets=targets)
@@ -126,12 +137,25 @@ class Recorder:
             (leaf, leaf._version) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)
         ]
 
+    def _in_full(self, values: Any) -> Any:
+        """Tensors in half precision as the parameters are: without autocast the model takes no others."""
+        if not self._mixed:
+            return values
+        dtype = next(p.dtype for p in self.model.parameters() if p.requires_grad)
+        return pytree.tree_map(
+            lambda leaf: leaf.to(dtype) if getattr(leaf, "dtype", None) in HALF else leaf, values
+        )
+
     def _is_last_output(self, outputs: Tensor) -> bool:
         """Whether these are the numbers that the model returned, at most in another shape."""
         last = self._last_output
+        if last is None or last._version != self._version:
+            return False
+        if self._mixed and outputs.dtype != last.dtype:
+            # Who mixes precisions often writes loss(model(x).float(), y).
+            return torch.equal(outputs.flatten(), last.flatten().to(outputs.dtype))
         return (
-            last is not None
-            and outputs.data_ptr() == last.data_ptr()
+            outputs.data_ptr() == last.data_ptr()
             and outputs._version == self._version
             and outputs.numel() == last.numel()
             and (

@@ -1,0 +1,294 @@
+"""Steps inside `torch.autocast`: the closure in half precision, K-FAC in the parameters' own."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from kronfac import KFAC, BlockDiagonalInverse, LevenbergMarquardt, SampledFisher
+from kronfac.inverses import ApproximateInverse
+from kronfac.precision import mixed
+from tests.conftest import mlp, normal
+
+
+def half() -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def problem() -> tuple[nn.Sequential, Tensor, Tensor]:
+    x = normal(64, 5, dtype=torch.float32)
+    y = torch.stack([x[:, 0] * x[:, 1], x[:, 2].sin()], dim=1)
+    return mlp([5, 16, 8, 2], dtype=torch.float32), x, y
+
+
+def plain(optimizer: KFAC, x: Tensor, y: Tensor, *, upcast: bool) -> Callable[[], Tensor]:
+    """What people write."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        outputs = optimizer.model(x)
+        loss: Tensor = optimizer.objective.module(outputs.float() if upcast else outputs, y)
+        loss.backward()
+        return loss.detach()
+
+    return closure
+
+
+def around(optimizer: KFAC, x: Tensor, y: Tensor) -> None:
+    with half():
+        optimizer.step(optimizer.closure(x, y))
+
+
+def inside(optimizer: KFAC, x: Tensor, y: Tensor, *, upcast: bool = False) -> None:
+    closure = plain(optimizer, x, y, upcast=upcast)
+
+    def mixed() -> Tensor:
+        with half():
+            return closure()
+
+    optimizer.step(mixed)
+
+
+WAYS: dict[str, Callable[[KFAC, Tensor, Tensor], None]] = {
+    "around the step": around,
+    "inside the closure": inside,
+    "the loss in full": partial(inside, upcast=True),
+}
+
+
+def full_loss(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    with torch.no_grad():
+        return float(nn.functional.mse_loss(model(x), y))
+
+
+INVERSES: dict[str, str | ApproximateInverse] = {
+    "block-diagonal": "block_diagonal",
+    "block-tridiagonal": "block_tridiagonal",
+    "low rank": BlockDiagonalInverse(low_rank=True),
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 24])
+@pytest.mark.parametrize("inverse", INVERSES)
+def test_training_in_half_precision(inverse: str, chunk: int | None) -> None:
+    model, x, y = problem()
+    optimizer = KFAC(model, nn.MSELoss(), inverse=INVERSES[inverse], fisher=SampledFisher(seed=0))
+    losses, ratios = [], []
+    with half():
+        for _ in range(40):
+            losses.append(float(optimizer.step(optimizer.closure(x, y, chunk=chunk))))
+            assert optimizer.report is not None
+            ratios.append(optimizer.report.next_rho)
+    assert losses[-1] < 0.1 * losses[0]
+    # The same rows at other parameters have another loss, also for the closure.
+    judged = [rho for rho in ratios if rho is not None]
+    assert any(0.5 < rho < 1.5 for rho in judged), judged
+    state = optimizer._state
+    assert state.factors is not None
+    assert {M.dtype for M in (*state.factors.A, *state.factors.G)} == {torch.float32}
+    assert state.previous_delta is not None
+    assert {V.dtype for V in state.previous_delta} == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+
+def test_around_the_step_or_inside_the_closure_is_the_same() -> None:
+    found = []
+    for way in WAYS.values():
+        model, x, y = problem()
+        optimizer = KFAC(model, nn.MSELoss(), fisher=SampledFisher(seed=0))
+        for _ in range(8):
+            way(optimizer, x, y)
+        found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    for other in found[1:]:
+        assert_close(other, found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_changes_of_the_loss_are_measured_in_full_precision(way: str) -> None:
+    model, x, y = problem()
+    optimizer = KFAC(model, nn.MSELoss(), damping=LevenbergMarquardt(interval=1))
+    for _ in range(20):
+        before = full_loss(model, x, y)
+        WAYS[way](optimizer, x, y)
+        report = optimizer.report
+        assert report is not None
+        assert report.rho is not None
+        assert report.predicted_change is not None
+        change = full_loss(model, x, y) - before
+        assert report.rho * report.predicted_change == pytest.approx(change, rel=1e-2, abs=1e-6)
+        assert report.loss != before, "it is the closure's"
+        assert report.loss == pytest.approx(before, rel=0.05, abs=1e-3)
+        assert not report.events
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_half_precision_makes_of_the_loss_is_noise_and_no_fault_of_the_steps(way: str) -> None:
+    """With the same rows in every step: where the gradient is rounding error, λ does not answer for it."""
+    model, x, y = problem()
+    optimizer = KFAC(model, nn.MSELoss(), fisher=SampledFisher(seed=0))
+    taken_back = 0
+    for _ in range(200):
+        WAYS[way](optimizer, x, y)
+        assert optimizer.report is not None
+        taken_back += sum(event.kind == "taken_back" for event in optimizer.report.events)
+    assert full_loss(model, x, y) < 5e-4
+    assert optimizer.report is not None
+    assert optimizer.report.lambda_ < 1
+    assert taken_back < 10
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_a_loss_that_is_not_seen_is_asked_for_where_the_parameters_are(around: bool) -> None:
+    """Autocast's cache of weights lasts as long as the outermost context."""
+    model, x, y = problem()
+    optimizer = KFAC(model, nn.MSELoss(), damping=LevenbergMarquardt(interval=1))
+    outer, inner = (half(), nullcontext()) if around else (nullcontext(), half())
+    losses = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with inner:
+            loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        return loss.detach()
+
+    with outer:
+        optimizer.step(closure)
+    assert len(losses) > 1
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss, nn.BCEWithLogitsLoss, nn.CrossEntropyLoss])
+def test_inputs_and_targets_in_half_precision(loss: type[nn.Module]) -> None:
+    model, x, y = problem()
+    y = y.softmax(dim=1)
+    optimizer = KFAC(model, loss(), fisher=SampledFisher(seed=0))
+    losses = []
+    with half():
+        for _ in range(10):
+            losses.append(float(optimizer.step(optimizer.closure(x.bfloat16(), y.bfloat16()))))
+    assert losses[-1] < losses[0]
+
+
+def test_float16_with_a_scaled_loss() -> None:
+    model, x, y = problem()
+    optimizer = KFAC(model, nn.MSELoss(), fisher=SampledFisher(seed=0))
+    # Of gradients this small float16 has no digits left; scaled by too much at first they overflow.
+    y = 1e-3 * y
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss: Tensor = optimizer.objective.module(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    before, refused = full_loss(model, x, y), 0
+    for _ in range(60):
+        optimizer.step(closure)
+        assert optimizer.report is not None
+        refused += optimizer.report.refused
+    assert 0 < refused < 40
+    assert full_loss(model, x, y) < 0.01 * before
+
+
+def test_the_closure_sees_the_parameters_of_every_step() -> None:
+    """Autocast keeps weights in half precision; in one context they would be those of the first step."""
+    model, x, y = problem()
+    optimizer = KFAC(model, nn.MSELoss(), fisher=SampledFisher(seed=0))
+    with half():
+        for _ in range(5):
+            optimizer.step(optimizer.closure(x, y))
+        returned = optimizer.step(optimizer.closure(x, y))
+    assert optimizer.report is not None
+    # The loss before the last step, in half precision: of these parameters without that step.
+    delta = optimizer._state.previous_delta
+    assert delta is not None
+    for layer, V in zip(optimizer.layers, delta, strict=True):
+        for p, part in zip(layer.parameters(), layer.split(V), strict=True):
+            p.data.sub_(part)
+    with half():
+        expected = nn.functional.mse_loss(model(x).float(), y)
+    assert float(returned) == pytest.approx(float(expected.detach()), rel=0.02)
+
+
+def test_an_evaluation_after_a_step_sees_its_parameters() -> None:
+    model, x, y = problem()
+    optimizer = KFAC(model, nn.MSELoss(), fisher=SampledFisher(seed=0))
+    with half():
+        before = model(x)
+        optimizer.step(optimizer.closure(x, y))
+        after = model(x).detach()
+    with half():
+        expected = model(x).detach()
+    assert not torch.equal(before.detach(), expected)
+    assert_close(after, expected, rtol=0, atol=0)
+
+
+def test_an_evaluation_after_a_step_that_failed_sees_what_is_left() -> None:
+    """A failed step may have taken the one before it back."""
+    model, x, _ = problem()
+    optimizer = KFAC(model, nn.MSELoss())
+
+    def closure() -> Tensor:
+        with torch.no_grad():
+            model[0].weight.add_(1.0)
+        raise ZeroDivisionError
+
+    with half():
+        before = model(x).detach()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(closure)
+        assert not torch.equal(model(x).detach(), before)
+
+
+def test_an_evaluation_without_gradients_before_a_step_does_not_matter() -> None:
+    """It leaves weights without a graph in autocast's cache."""
+    model, x, y = problem()
+    optimizer = KFAC(model, nn.MSELoss())
+    with half():
+        with torch.no_grad():
+            model(x)
+        optimizer.step(optimizer.closure(x, y))
+        optimizer.step(plain(optimizer, x, y, upcast=False))
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_switched_off_it_changes_nothing() -> None:
+    found = []
+    for context in (nullcontext(), torch.autocast("cpu", enabled=False)):
+        model, x, y = problem()
+        optimizer = KFAC(model, nn.MSELoss(), fisher=SampledFisher(seed=0))
+        with context:
+            for _ in range(6):
+                optimizer.step(optimizer.closure(x, y))
+        found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_the_callers_setting_is_there_again() -> None:
+    model, x, y = problem()
+    optimizer = KFAC(model, nn.MSELoss())
+    with half():
+        optimizer.step(optimizer.closure(x, y))
+        assert torch.is_autocast_enabled("cpu")
+        assert model(x).dtype == torch.bfloat16
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
+        assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_devices_that_know_no_autocast() -> None:
+    assert not mixed(torch.device("meta"))
+    with half():
+        assert mixed(torch.device("cpu"))
+        assert not mixed(torch.device("cuda"))
