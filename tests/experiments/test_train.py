@@ -1,6 +1,7 @@
 import json
 import math
 import platform
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -19,7 +20,9 @@ from kronfac.experiments.config import (
 )
 from kronfac.experiments.config_json import from_json, to_json
 from kronfac.experiments.evaluation import EvaluationSchedule, snapshot_due
+from kronfac.experiments.optimizers import KfacStepper
 from kronfac.experiments.task import load_task
+from tests.conftest import mlp, normal
 from tests.experiments.runs import checkpoint, kronfac, rows, train, write_cases
 from tests.experiments.test_data import real_data  # noqa: F401 - a fixture
 
@@ -303,3 +306,15 @@ def test_the_classifier_counts_mistakes(real_data, tmp_path):  # noqa: F811
     assert_close(metrics[-1]["test_error"], 100 * (1 - right.item()))
     assert metrics[-1]["test_error"] < metrics[0]["test_error"]
     assert not (run / "reconstructions.npz").exists()
+
+
+def test_a_mini_batch_that_is_gone_through_again_after_a_step_was_taken_back_counts_twice():
+    model, x, y = mlp([4, 6, 3], seed=3), normal(80, 4), normal(80, 3, seed=1)
+    optimizer = library.KFAC(model, library.Gaussian())
+    stepper = KfacStepper(optimizer)
+    assert stepper.step(x, y).trials > 0, "to find the first λ"
+    sensible = optimizer.settings
+    optimizer.settings = replace(sensible, step_size=library.RawStep(30.0))
+    assert stepper.step(x, y).trials == 0
+    optimizer.settings = sensible
+    assert stepper.step(x, y).trials == 1

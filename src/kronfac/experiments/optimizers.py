@@ -137,7 +137,8 @@ class KfacStepper:
             gamma=report.gamma,
             rho=report.rho,
             next_rho=report.next_rho,
-            trials=report.trials,
+            # After a step that was taken back the mini-batch is gone through again.
+            trials=report.trials + sum(event.kind == "taken_back" for event in report.events),
             alpha=report.alpha,
             mu=report.mu,
             parts=dict(report.seconds),

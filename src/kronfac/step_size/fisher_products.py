@@ -10,6 +10,7 @@ tangent W ȧ + V ā of its direction V. What lies between the layers is differen
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,9 @@ def fisher_product(
 ) -> Matrices:
     """F v = c E[Jᵀ F_R J v]: the forward-mode pass, and a backward pass from F_R J v."""
     total = tuple(torch.zeros_like(V) for V in vector)
-    for call in rows.calls:
+    for rows_call in rows.calls:
+        # The way there is also the way back.
+        call = replace(rows_call, way=perceptron(model, layers, rows_call))
         outputs, Jv = pushforward(model, layers, call, [vector])
         product = _pullback(model, layers, call, likelihood.fisher_product(outputs, Jv[0]))
         for sum_, V in zip(total, product, strict=True):
