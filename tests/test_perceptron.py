@@ -248,7 +248,7 @@ def test_passes_leave_the_way_as_it_was() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT), nn.SiLU()).double()
     passed = passed_through(model, inputs())
-    tensors = [*passed.inputs, *(s for s in passed.slopes if s is not None), passed.outputs]
+    tensors = [*passed.inputs, *(s.tensor for s in passed.slopes if s is not None), passed.outputs]
     before = [t.clone() for t in tensors]
     v = torch.ones(ROWS, OUT, dtype=torch.float64)
     directions = [tuple(torch.ones(i.shape, dtype=torch.float64) for i in passed.layers)] * 2
@@ -259,3 +259,23 @@ def test_passes_leave_the_way_as_it_was() -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
     assert bool((v == 1).all())
     assert not any(t.requires_grad for t in tensors)
+
+
+@pytest.mark.parametrize("function", [nn.ReLU, nn.Sigmoid, nn.Tanh])
+def test_slopes_that_follow_from_the_next_layers_inputs_take_no_memory(
+    function: type[nn.Module],
+) -> None:
+    model = nn.Sequential(nn.Linear(IN, 6), function(), nn.Linear(6, OUT), function()).double()
+    passed = passed_through(model, inputs())
+    met = [slope.tensor.data_ptr() for slope in passed.slopes if slope is not None]
+    assert met == [passed.inputs[1].data_ptr(), passed.outputs.data_ptr()]
+
+
+def test_a_dead_unit_passes_nothing_on_however_large() -> None:
+    """As torch has it; a product with the slope 0 would be NaN."""
+    model = nn.Sequential(nn.Linear(IN, 6), nn.ReLU(), nn.Linear(6, OUT))
+    nn.init.constant_(model[0].bias, -100.0)
+    passed = passed_through(model, inputs().float())
+    V = [torch.zeros(i.shape) for i in passed.layers]
+    V[0][:, -1] = torch.inf
+    assert bool((passed.pushforward([tuple(V)]) == 0).all())

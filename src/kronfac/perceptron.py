@@ -18,16 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
+from kronfac.elementwise import ELEMENTWISE, Applied, Slope, applied, slopes
 from kronfac.layers import Layer, Matrices
 from kronfac.minibatch import Call, draws_masks
-
-ELEMENTWISE: frozenset[type[nn.Module]] = frozenset(
-    {
-        nn.CELU, nn.ELU, nn.GELU, nn.Hardtanh, nn.Identity, nn.LeakyReLU, nn.Mish, nn.ReLU, nn.ReLU6,
-        nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Softsign, nn.Tanh,
-    }
-)  # fmt: skip
-"""Exact types: a subclass may do something else."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +30,8 @@ class Perceptron:
     layers: Sequence[Layer]
     inputs: list[Tensor]
     """a_{i−1} of every layer, (rows, in)."""
-    slopes: list[Tensor | None]
-    """φ′(s_i) behind every layer, (rows, out); None where nothing is."""
+    slopes: list[Slope | None]
+    """φ′(s_i) behind every layer; None where nothing is."""
     outputs: Tensor
 
     def pushforward(self, directions: Sequence[Matrices]) -> Tensor:
@@ -50,7 +43,7 @@ class Perceptron:
             own = layer.tangents(a, [V[i] for V in directions])
             if tangents is not None:
                 own.flatten(0, 1).addmm_(tangents.flatten(0, 1), layer.weight_transposed())
-            tangents = own if slope is None else own.mul_(slope)
+            tangents = own if slope is None else slope.times_(own)
         assert tangents is not None
         return tangents
 
@@ -69,7 +62,7 @@ class Perceptron:
             slope = self.slopes[i]
             if slope is not None:
                 # v is not ours to write to.
-                g = g * slope if g is v else g.mul_(slope)
+                g = slope.times(g) if g is v else slope.times_(g)
             yield layer, self.inputs[i], g
             if i > 0:
                 g = g @ layer.weight_transposed().mT
@@ -79,7 +72,7 @@ class Perceptron:
         return Perceptron(
             self.layers,
             [a[:rows] for a in self.inputs],
-            [None if slope is None else slope[:rows] for slope in self.slopes],
+            [slope and slope.first(rows) for slope in self.slopes],
             self.outputs[:rows],
         )
 
@@ -91,41 +84,35 @@ def perceptron(model: nn.Module, layers: Sequence[Layer], call: Call) -> Percept
     modules = _modules(model)
     if modules is None or len(call.args) != 1 or call.kwargs:
         return None
-    known = {layer.module: layer for layer in layers}
-    if [module for module in modules if not _elementwise(module)] != list(known):
+    if [module for module in modules if not _elementwise(module)] != [i.module for i in layers]:
         return None  # a layer that is frozen, used twice or not at all, in another order
     x = call.args[0]
     weight = layers[0].parameters()[0]
     if not isinstance(x, Tensor) or x.dim() != 2 or x.dtype != weight.dtype:
         return None
+    front, *segments = _segments(modules)
     inputs: list[Tensor] = []
-    behind: list[tuple[Tensor, Tensor] | None] = []  # s_i and φ(s_i), a graph each
-    a = x.detach()
-    with torch.enable_grad():
-        for module in modules:
-            if layer := known.get(module):
-                a = a.detach()
-                inputs.append(a)
-                behind.append(None)
-                a = layer.module_forward(a).detach()
-            elif not behind:
-                a = module(a)  # in front of the first layer: no part of J
-            else:
-                s = a.requires_grad_() if behind[-1] is None else behind[-1][0]
-                a = module(a)
-                behind[-1] = (s, a)
-    return Perceptron(layers, inputs, _slopes(behind), a.detach())
+    behind: list[Applied] = []
+    with torch.no_grad():
+        a = x.detach()
+        for function in front:
+            a = function(a)  # in front of the first layer: no part of J
+        for layer, functions in zip(layers, segments, strict=True):
+            inputs.append(a)
+            a, met = applied(functions, layer.module_forward(a))
+            behind.append(met)
+    return Perceptron(layers, inputs, slopes(behind), a)
 
 
-def _slopes(functions: Sequence[tuple[Tensor, Tensor] | None]) -> list[Tensor | None]:
-    """φ′ of each function from s and φ(s): what comes back where ones are put in, all in one pass."""
-    pairs = [pair for pair in functions if pair is not None]
-    if not pairs:
-        return [None] * len(functions)
-    s, values = zip(*pairs, strict=True)
-    ones = [value.new_ones(()).expand_as(value) for value in values]
-    found = iter(torch.autograd.grad(values, s, ones))
-    return [pair and next(found) for pair in functions]
+def _segments(modules: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """The functions in front of the first layer, then those behind each."""
+    segments: list[list[nn.Module]] = [[]]
+    for module in modules:
+        if _elementwise(module):
+            segments[-1].append(module)
+        else:
+            segments.append([])
+    return segments
 
 
 def _modules(model: nn.Module) -> list[nn.Module] | None:

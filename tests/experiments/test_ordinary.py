@@ -150,7 +150,9 @@ def test_two_that_solved_a_problem_tie():
     assert line_of([FLOOR / 100], [FLOOR * 2]).verdict == "K-FAC"
     assert line_of([FLOOR / 2], [0.0]).verdict == "tie"
     text = summary([solved, line_of([0.1], [0.2]), line_of([0.2], [0.1])])
-    assert "K-FAC on 1 of 3 problems, AdamW on 1, 1 tied" in text
+    assert (
+        "K-FAC on 1 of 3 problems, AdamW on 1, 1 tied (K-FAC's is the lower number in 1)." in text
+    )
 
 
 def test_divergence_is_counted():

@@ -115,12 +115,15 @@ def _rose(trial: Trial) -> bool:
 
 def summary(lines: Sequence[Line]) -> str:
     """Who won how often, in a sentence or two."""
-    won = {name: sum(line.verdict == name for line in lines) for name in ("K-FAC", "AdamW", "tie")}
+    won = {name: sum(line.verdict == name for line in lines) for name in ("K-FAC", "AdamW")}
+    tied = [line for line in lines if line.verdict == "tie"]
+    lower = sum(line.kfac.loss < line.adamw.loss for line in tied)
+    ties = f"{len(tied)} tied" + (f" (K-FAC's is the lower number in {lower})" if tied else "")
     runs = sum(line.kfac.runs for line in lines)
     diverged = sum(line.kfac.diverged for line in lines)
     rose = sum(line.kfac.rose for line in lines)
     return (
         f"Lower training loss at the end: K-FAC on {won['K-FAC']} of {len(lines)} problems, AdamW on "
-        f"{won['AdamW']}, {won['tie']} tied. Of {runs} runs with K-FAC {diverged} diverged, and "
+        f"{won['AdamW']}, {ties}. Of {runs} runs with K-FAC {diverged} diverged, and "
         f"{rose} more had a loss above the first one on the way."
     )
