@@ -6,7 +6,7 @@ of the weights with the slopes φ′(s):
     forwards    ṡ_i = V_i ā_{i−1} + W_i ȧ_{i−1},   ȧ_i = φ′(s_i) ⊙ ṡ_i
     backwards   g_i = φ′(s_i) ⊙ (W_{i+1}ᵀ g_{i+1})
 
-That takes no graph and no dual numbers, whose administration is a quarter of a small network's step, and
+That takes no graph and no dual numbers, whose administration is a good part of a small network's step, and
 all passes over the same rows share slopes and activations: the statistics', the Fisher products' and,
 where the closure is K-FAC's own, the gradient's. Other networks go through torch's differentiation.
 """
