@@ -14,6 +14,7 @@ from kronfac.errors import TargetError
 from kronfac.layers import Layer
 from kronfac.likelihoods import Objective
 from kronfac.minibatch import Batch, Call, draws_masks
+from kronfac.parameters import forget_gradients
 from kronfac.perceptron import perceptron
 from kronfac.precision import mixed
 from kronfac.statistics import capture
@@ -45,7 +46,6 @@ class MiniBatchClosure:
         model: nn.Module,
         objective: Objective,
         layers: Sequence[Layer],
-        zero_grad: Callable[[], None],
         x: Tensor | tuple[Tensor, ...],
         y: Tensor,
         chunk: int | None,
@@ -65,7 +65,6 @@ class MiniBatchClosure:
         self.objective = objective
         """Each `KFAC` has its own, by which it knows its closures."""
         self._layers = layers
-        self._zero_grad = zero_grad
         self._targets = y
         self._chunk = chunk or len(y)
         self._keep_rows = keep_rows
@@ -78,7 +77,7 @@ class MiniBatchClosure:
 
     def __call__(self) -> Tensor:
         """The loss over the whole mini-batch; gradients are left in the parameters."""
-        self._zero_grad()
+        forget_gradients(self._layers)
         cases = len(self._targets)
         total = torch.zeros((), device=self._targets.device)
         kept: list[list[Rows]] = []
@@ -131,7 +130,9 @@ class MiniBatchClosure:
         with torch.enable_grad():
             loss = self.objective.module(outputs, targets)
         (slope,) = torch.autograd.grad(loss, outputs)
-        self._zero_grad()  # first: old gradients and new ones need not be in memory together
+        forget_gradients(
+            self._layers
+        )  # first: old gradients and new ones need not be in memory together
         rows: list[Rows] = []
         for layer, a, g in way.backwards(slope):
             for parameter, grad in zip(layer.parameters(), layer.gradients(a, g), strict=True):

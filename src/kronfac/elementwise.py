@@ -1,7 +1,8 @@
 """Functions φ of each number by itself, as they stand between two layers, and products with their slopes.
 
 Where torch has a kernel that makes φ′(s) ⊙ v of v and φ(s), the slopes themselves are never there: φ(s) is,
-as the next layer's input, and a pass over memory is saved for every layer.
+as the next layer's input, and a pass over memory is saved for every layer. Where its kernel takes s, and
+so computes φ′(s) anew, the slopes are taken by it once. All others come from a graph.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,23 @@ _BY_VALUE: dict[type[nn.Module], tuple[Kernel, Kernel]] = {
 _BY_SLOPE: tuple[Kernel, Kernel] = (torch.mul, Tensor.mul_)
 
 
+def _silu(function: nn.Module, ones: Tensor, s: Tensor) -> Tensor:
+    slope: Tensor = _aten.silu_backward(ones, s)
+    return slope
+
+
+def _gelu(function: nn.Module, ones: Tensor, s: Tensor) -> Tensor:
+    slope: Tensor = _aten.gelu_backward(ones, s, approximate=function.approximate)
+    return slope
+
+
+_BY_ARGUMENT: dict[type[nn.Module], Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+    nn.GELU: _gelu,
+    nn.SiLU: _silu,
+}
+"""Kernels that take s; put in ones, and φ′(s) comes back."""
+
+
 @dataclass(frozen=True)
 class Slope:
     """φ′(s) for products with it."""
@@ -78,6 +96,8 @@ def applied(functions: Sequence[nn.Module], s: Tensor) -> tuple[Tensor, Applied]
     if len(functions) == 1 and (kernels := _BY_VALUE.get(type(functions[0]))):
         value = functions[0](s)
         return value, Slope(value, kernels)
+    if len(functions) == 1 and (slope := _BY_ARGUMENT.get(type(functions[0]))):
+        return functions[0](s), Slope(slope(functions[0], _ones_like(s), s))
     s.requires_grad_()
     with torch.enable_grad():
         value = s
@@ -92,6 +112,11 @@ def slopes(found: Sequence[Applied]) -> list[Slope | None]:
     taken: Iterator[Tensor] = iter(())
     if graphs:
         s, values = zip(*graphs, strict=True)
-        ones = [value.new_ones(()).expand_as(value) for value in values]
+        ones = [_ones_like(value) for value in values]
         taken = iter(torch.autograd.grad(values, s, ones))
     return [Slope(next(taken)) if isinstance(item, tuple) else item for item in found]
+
+
+def _ones_like(x: Tensor) -> Tensor:
+    """Without the memory."""
+    return x.new_ones(()).expand_as(x)

@@ -19,7 +19,7 @@ from kronfac.inverses import ApproximateInverse
 from kronfac.judgement import Judgement, judge, suspicious
 from kronfac.layers import find_layers
 from kronfac.likelihoods import objective_of
-from kronfac.parameters import move, place
+from kronfac.parameters import forget_gradients, move, place
 from kronfac.point import Network, Point, RefusedError
 from kronfac.precision import Context, full_precision
 from kronfac.report import Event, StepReport, Stopwatch
@@ -164,14 +164,14 @@ class KFAC(torch.optim.Optimizer):
                         network, self.settings.damping, evaluated.evaluation, self._state
                     )
                 if judgement is not None and self._accept(network, judgement):
-                    self._forget_gradients()
+                    forget_gradients(self.layers)
                     continue  # at the parameters from before the step that was taken back
             with watch("gradient"):
                 point = evaluated.point()
             report = self._advance(network, point, watch, judging)
             if report is None:
                 judging = True  # out of turn: was it the last step, or is it these rows?
-                self._forget_gradients()
+                forget_gradients(self.layers)
                 continue
             break
         if judgement is not None:
@@ -191,7 +191,6 @@ class KFAC(torch.optim.Optimizer):
             self.model,
             self.objective,
             self.layers,
-            self.zero_grad,
             x,
             y,
             chunk,
@@ -270,12 +269,6 @@ class KFAC(torch.optim.Optimizer):
         state = state or self._state
         last = state.last
         return last is not None and self.settings.damping.judges(state.iteration + 1)
-
-    def _forget_gradients(self) -> None:
-        """So that a closure which is called again does not add to what it left."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
 
     def _refusal(self, point: Point, watch: Stopwatch, refusal: RefusedError) -> StepReport:
         return StepReport(

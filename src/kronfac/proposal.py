@@ -18,7 +18,17 @@ from kronfac.minibatch import Batch
 from kronfac.point import Network, Point, RefusedError, check_finite
 from kronfac.report import Stopwatch
 from kronfac.state import State
-from kronfac.step_size import Step, StepRule, fisher_gram, fisher_product, refined, within
+from kronfac.step_size import (
+    Matrix,
+    Step,
+    StepRule,
+    Vector,
+    fisher_gram,
+    fisher_product,
+    quadratic_form,
+    refined,
+    within,
+)
 
 
 @dataclass(frozen=True)
@@ -85,39 +95,21 @@ def propose(
             directions,
         )
     with watch("step_size"):
-        count = len(directions)
         seen = point.batch.seen_loss
-        squares = _squares(network, point) if step_size.bounded else torch.zeros(())
-        # All that the host has to know, in the step's one synchronisation.
-        numbers = torch.cat(
-            [
-                gram.reshape(-1),
-                _inner_products(directions, point.gradient),
-                point.returned.double().reshape(1),
-                point.loss.double().reshape(1),
-                (point.loss if seen is None else seen).double().reshape(1),
-                _health(factors).reshape(1),
-                squares.to(gram).reshape(1),
-            ]
-        ).cpu()
-        if not bool(numbers.isfinite().all()):
+        found = _found(network, point, factors, directions, gram, step_size.bounded)
+        if found is None:
             check_finite(point, factors, network.layers)
             raise RefusedError("The curvature of the step is not finite.")
-        fisher = numbers[: count**2].reshape(count, count)
-        inner, r = numbers[count**2 : -5].reshape(count + 1, count).split([count, 1])
-        Q = fisher + (before.lambda_ + point.weight_decay) * inner
+        damping = before.lambda_ + point.weight_decay
+        Q = _sum(found.fisher, found.inner, damping)
         precision = torch.finfo(point.gradient[0].dtype).eps
-        step = step_size.solve(Q, r[0], precision, before.confidence)
+        step = step_size.solve(Q, found.slopes, precision, before.confidence)
         if not math.isfinite(step.predicted_change):
             raise RefusedError("The predicted change of the objective is not finite.")
-        returned, loss, seen_value, _, squared = numbers[-5:].tolist()
-        penalty = point.weight_decay / 2 * squared
+        penalty = point.weight_decay / 2 * found.squares
         delta = _combine(directions, step.coefficients)
-        c = torch.tensor(step.coefficients, dtype=torch.float64)
-        curvature, damped = (
-            float(c @ (fisher + strength * inner) @ c)
-            for strength in (point.weight_decay, before.lambda_ + point.weight_decay)
-        )
+        undamped = _sum(found.fisher, found.inner, point.weight_decay)
+        curvature, damped = (quadratic_form(B, step.coefficients) for B in (undamped, Q))
     if step_size.cg_steps > 1:
         with watch("conjugate_gradients"):
             delta, change = _refined(
@@ -129,7 +121,7 @@ def propose(
         # which cases that are not among these have to pay for. Where they don't differ, such a step shows
         # at once, and is taken back.
         least = network.resolution(point.batch) if before.confirmed is not None else 0.0
-        step, cut = within(step, loss + penalty, least)
+        step, cut = within(step, found.loss + penalty, least)
         if cut < 1:
             delta = tuple(V.mul_(cut) for V in delta)
     return Proposal(
@@ -138,9 +130,10 @@ def propose(
         decayed=decayed,
         step=step,
         delta=delta,
-        loss=returned,
+        loss=found.returned,
         penalty=penalty,
-        loss_seen=seen is not None and point.seen(loss, seen_value, point.gradient[0].dtype),
+        loss_seen=seen is not None
+        and point.seen(found.loss, found.seen_loss, point.gradient[0].dtype),
         curvature_share=curvature / damped if damped > 0 else 1.0,
     )
 
@@ -171,22 +164,75 @@ def _refined(
     return refined(delta, point.gradient, product, inverse.mv, cg_steps - 1)
 
 
-def _inner_products(directions: Sequence[Matrices], gradient: Matrices) -> Tensor:
-    """v_iᵀv_j and, in a last row, ∇hᵀv_j, flattened, in float64.
+@dataclass(frozen=True)
+class _Found:
+    """All that the host has to know of a proposal to make it a step, in float64."""
 
-    Layer by layer, all products of a layer in turn: they are bound by memory, and a layer's matrices
-    stay in the cache.
+    fisher: Matrix
+    """v_iᵀFv_j."""
+    inner: Matrix
+    """v_iᵀv_j."""
+    slopes: Vector
+    """∇hᵀv_j."""
+    returned: float
+    loss: float
+    seen_loss: float
+    squares: float
+    """‖θ‖², where the objective has it and the step is bounded."""
+
+
+def _found(
+    network: Network,
+    point: Point,
+    factors: KroneckerFactors,
+    directions: Sequence[Matrices],
+    gram: Tensor,
+    bounded: bool,
+) -> _Found | None:
+    """In the step's one synchronisation; None if something is not finite, the factors included."""
+    count, seen = len(directions), point.batch.seen_loss
+    products = _inner_products(directions, point.gradient)
+    squares = _squares(network) if bounded and point.weight_decay > 0 else []
+    # If all are finite, so are the factors' diagonals.
+    traces = [M.trace() for M in (*factors.A, *factors.G)]
+    losses = [point.returned, point.loss, point.loss if seen is None else seen]
+    # What is to be added up is added up by the host: on a device every sum is a launch.
+    scalars = torch.stack([*products, *squares, *traces, *losses]).double()
+    numbers = torch.cat([gram.reshape(-1), scalars]).tolist()
+    if not all(map(math.isfinite, numbers)):
+        return None
+    fisher, rest = numbers[: count**2], numbers[count**2 :]
+    pairs = len(products) // len(point.gradient)
+    total = [sum(rest[i : len(products) : pairs]) for i in range(pairs)]
+    lower = [total[i * (i + 1) // 2 :][: i + 1] for i in range(count)]
+    returned, loss, seen_loss = rest[-3:]
+    return _Found(
+        fisher=[fisher[i * count :][:count] for i in range(count)],
+        inner=[[lower[max(i, j)][min(i, j)] for j in range(count)] for i in range(count)],
+        slopes=total[-count:],
+        returned=returned,
+        loss=loss,
+        seen_loss=seen_loss,
+        squares=sum(rest[len(products) :][: len(squares)]),
+    )
+
+
+def _inner_products(directions: Sequence[Matrices], gradient: Matrices) -> list[Tensor]:
+    """v_iᵀv_j for j ≤ i, then ∇hᵀv_j, of one layer after the other.
+
+    All products of a layer in turn: they are bound by memory, and a layer's matrices stay in the cache.
     """
-    total = torch.zeros((), dtype=torch.float64, device=gradient[0].device)
-    for *V, g in zip(*directions, gradient, strict=True):
-        rows = [v.reshape(-1) for v in (*V, g)]
-        lower = [
-            [torch.dot(rows[i], rows[j]) for j in range(min(i + 1, len(V)))]
-            for i in range(len(rows))
-        ]
-        products = [lower[max(i, j)][min(i, j)] for i in range(len(rows)) for j in range(len(V))]
-        total = total + torch.stack(products).double()
-    return total
+    products = []
+    for matrices in zip(*directions, gradient, strict=True):
+        *v, g = (M.reshape(-1) for M in matrices)
+        products += [torch.dot(v[i], v[j]) for i in range(len(v)) for j in range(i + 1)]
+        products += [torch.dot(g, v_j) for v_j in v]
+    return products
+
+
+def _sum(A: Matrix, B: Matrix, weight: float) -> Matrix:
+    """A + weight · B."""
+    return [[a + weight * b for a, b in zip(*rows, strict=True)] for rows in zip(A, B, strict=True)]
 
 
 def _combine(directions: Sequence[Matrices], coefficients: Sequence[float]) -> Matrices:
@@ -198,14 +244,7 @@ def _combine(directions: Sequence[Matrices], coefficients: Sequence[float]) -> M
     return tuple(total)
 
 
-def _squares(network: Network, point: Point) -> Tensor:
-    """‖θ‖², where the objective has it."""
-    if point.weight_decay == 0:
-        return torch.zeros(())
+def _squares(network: Network) -> list[Tensor]:
+    """What ‖θ‖² is the sum of."""
     flat = [p.reshape(-1) for layer in network.layers for p in layer.parameters()]
-    return torch.stack([torch.dot(p, p).double() for p in flat]).sum()
-
-
-def _health(factors: KroneckerFactors) -> Tensor:
-    """A number that is finite if the diagonals of all factors are."""
-    return torch.stack([M.diagonal().sum() for M in (*factors.A, *factors.G)]).double().sum()
+    return [torch.dot(p, p) for p in flat]

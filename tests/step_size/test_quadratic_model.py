@@ -20,13 +20,18 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def reduced(directions):
-    """Q and r, as the optimizer hands them over."""
+    """Q and r."""
     V = torch.stack(directions, dim=1)
     return V.mT @ H @ V, V.mT @ GRADIENT
 
 
+def solved(rule, Q, r, precision):
+    """The step from Q and r, as the optimizer hands them over."""
+    return rule.solve(Q.tolist(), r.tolist(), precision)
+
+
 def solve(directions, precision=EPS):
-    step = QuadraticModel().solve(*reduced(directions), precision)
+    step = solved(QuadraticModel(), *reduced(directions), precision)
     delta = sum(c * v for c, v in zip(step.coefficients, directions, strict=True))
     return step, delta
 
@@ -102,9 +107,8 @@ def test_float32_noise_in_nearly_parallel_directions_is_not_amplified():
     previous = Delta * (1 + 1e-7 * normal(SIZE, seed=3))
     Q, r = reduced([Delta, previous])
     noise = 1e-7 * normal(2, 2, seed=4)
-    step = QuadraticModel().solve(
-        Q * (1 + (noise + noise.mT) / 2), r, torch.finfo(torch.float32).eps
-    )
+    noisy = Q * (1 + (noise + noise.mT) / 2)
+    step = solved(QuadraticModel(), noisy, r, torch.finfo(torch.float32).eps)
     delta = step.coefficients[0] * Delta + step.coefficients[1] * previous
     expected = dense.minimise_over_span(H, GRADIENT, [Delta])
     assert_close(delta, expected, rtol=1e-5, atol=1e-6)
@@ -118,7 +122,7 @@ def test_with_the_exact_fisher_of_a_network():
     damped = F + (eta + lambda_) * torch.eye(len(F)).double()
     gradient = dense.gradient(model, torch.nn.CrossEntropyLoss(), x, y) + eta * dense.theta(model)
     V = torch.stack([-gradient, normal(len(F), seed=5)], dim=1)
-    step = QuadraticModel().solve(V.mT @ damped @ V, V.mT @ gradient, EPS)
+    step = solved(QuadraticModel(), V.mT @ damped @ V, V.mT @ gradient, EPS)
     expected = dense.minimise_over_span(damped, gradient, list(V.mT))
     assert_close(V @ torch.tensor(step.coefficients, dtype=torch.float64), expected, **AUTODIFF)
 
@@ -149,7 +153,7 @@ def systems(draw):
 @given(systems())
 def test_a_step_is_never_predicted_to_increase_the_objective(system):
     Q, r, precision = system
-    step = QuadraticModel().solve(Q, r, precision)
+    step = solved(QuadraticModel(), Q, r, precision)
     assert all(math.isfinite(c) for c in step.coefficients)
     assert step.predicted_change <= 0
 
@@ -158,8 +162,8 @@ def test_a_step_is_never_predicted_to_increase_the_objective(system):
 def test_the_step_does_not_depend_on_the_length_of_the_directions(system, logs):
     Q, r, precision = system
     s = 2.0 ** torch.tensor(logs[: len(r)]).double().round()  # exact in floating point
-    plain = QuadraticModel().solve(Q, r, precision)
-    scaled = QuadraticModel().solve(s[:, None] * Q * s, s * r, precision)
+    plain = solved(QuadraticModel(), Q, r, precision)
+    scaled = solved(QuadraticModel(), s[:, None] * Q * s, s * r, precision)
     assert scaled.predicted_change == pytest.approx(plain.predicted_change, rel=1e-6, abs=1e-300)
 
 
@@ -177,7 +181,7 @@ def test_more_directions_are_never_worse(seed):
 @pytest.mark.parametrize("alpha", [1.0, 0.1])
 def test_raw_step_keeps_the_proposal(alpha):
     Delta = normal(SIZE, seed=2)
-    step = RawStep(alpha).solve(*reduced([Delta]), EPS)
+    step = solved(RawStep(alpha), *reduced([Delta]), EPS)
     assert step.coefficients == (alpha,)
     expected = dense.quadratic_change(H, GRADIENT, alpha * Delta)
     assert step.predicted_change == pytest.approx(float(expected), rel=1e-12)
@@ -191,8 +195,7 @@ def test_which_rules_use_the_previous_update():
 
 @pytest.mark.parametrize("objective", [0.3, 1.0, 2.4])
 def test_a_step_that_promises_more_than_there_is_is_cut_where_the_model_is_zero(objective):
-    Q = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
-    r = torch.tensor([-3.0, 0.5], dtype=torch.float64)
+    Q, r = [[2.0, 0.3], [0.3, 1.0]], [-3.0, 0.5]
     step = QuadraticModel().solve(Q, r, 1e-16)
     assert step.predicted_change < -2.4
     cut, share = within(step, objective)
@@ -208,8 +211,7 @@ def test_a_step_that_promises_more_than_there_is_is_cut_where_the_model_is_zero(
 @pytest.mark.parametrize("objective", [0.02, 0.3, 0.6])
 @pytest.mark.parametrize("length", [0.3, 0.9, 1.4])
 def test_so_is_a_step_that_is_no_minimiser(objective, length):
-    Q = torch.tensor([[2.0, 0.3], [0.3, 1.0]], dtype=torch.float64)
-    r = torch.tensor([-3.0, 0.5], dtype=torch.float64)
+    Q, r = [[2.0, 0.3], [0.3, 1.0]], [-3.0, 0.5]
     c = tuple(length * x for x in (1.0, 0.4))
     step = Step(c, model_change(Q, r, c), slope=-3.0 * c[0] + 0.5 * c[1])
     assert step.predicted_change < -0.6

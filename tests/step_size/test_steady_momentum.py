@@ -13,16 +13,18 @@ EPS = 1e-16
 GRID = 1e-4
 
 
-def problem(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def problem(seed: int) -> tuple[list[list[float]], list[float]]:
     generator = torch.Generator().manual_seed(seed)
     V = torch.randn(3, 2, generator=generator, dtype=torch.float64)
-    return V.mT @ V, torch.randn(2, generator=generator, dtype=torch.float64)
+    r = torch.randn(2, generator=generator, dtype=torch.float64)
+    return (V.mT @ V).tolist(), r.tolist()
 
 
-def best_change(Q: torch.Tensor, r: torch.Tensor, mu: float) -> tuple[float, float]:
+def best_change(Q: list[list[float]], r: list[float], mu: float) -> tuple[float, float]:
     """The lowest M for this μ, and its α, by going through α."""
     alphas = torch.arange(-60, 60, GRID, dtype=torch.float64)
-    M = alphas**2 * Q[0, 0] / 2 + alphas * (mu * Q[0, 1] + r[0]) + mu**2 * Q[1, 1] / 2 + mu * r[1]
+    (a, b), (_, d) = Q
+    M = alphas**2 * a / 2 + alphas * (mu * b + r[0]) + mu**2 * d / 2 + mu * r[1]
     at = int(M.argmin())
     return float(M[at]), float(alphas[at])
 
@@ -36,7 +38,7 @@ def test_the_nearest_mu_that_leaves_half_with_its_best_alpha(seed, least):
     change, best_alpha = best_change(Q, r, mu)
     assert alpha == pytest.approx(best_alpha, abs=2 * GRID)
     allowed = free.predicted_change / 2
-    assert change <= allowed + float(Q[0, 0]) * GRID**2, "but for the grid's own error"
+    assert change <= allowed + Q[0][0] * GRID**2, "but for the grid's own error"
     wanted = min(max(free.coefficients[1], least), 1.0)
     if mu != pytest.approx(wanted):  # then a little nearer would have been too far
         nearer = mu + 1e-3 * (wanted - mu)
@@ -59,7 +61,7 @@ def test_what_is_confirmed_is_left_alone():
     assert QuadraticModel().solve(Q, r, EPS, confirmed=-1.0) == free
     alone = QuadraticModel(momentum=False)
     steady = QuadraticModel(momentum=False, steady=0.5)
-    assert steady.solve(Q[:1, :1], r[:1], EPS, -1.0) == alone.solve(Q[:1, :1], r[:1], EPS)
+    assert steady.solve([[2.0]], [-1.0], EPS, -1.0) == alone.solve([[2.0]], [-1.0], EPS)
 
 
 def test_the_model_s_change_and_slope_are_those_of_the_steadier_step():
@@ -68,13 +70,12 @@ def test_the_model_s_change_and_slope_are_those_of_the_steadier_step():
         step = QuadraticModel(steady=0.5).solve(Q, r, EPS, confirmed=0.0)
         assert step.predicted_change == pytest.approx(model_change(Q, r, step.coefficients))
         assert step.slope == pytest.approx(
-            sum(float(x) * c for x, c in zip(r, step.coefficients, strict=True))
+            sum(x * c for x, c in zip(r, step.coefficients, strict=True))
         )
 
 
 def test_a_previous_step_without_curvature_takes_no_part():
-    Q = torch.tensor([[2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
-    r = torch.tensor([-1.0, 0.0], dtype=torch.float64)
+    Q, r = [[2.0, 0.0], [0.0, 0.0]], [-1.0, 0.0]
     alpha, mu = QuadraticModel(steady=0.5).solve(Q, r, EPS, -1.0).coefficients
     assert alpha == pytest.approx(0.5)
     assert mu == 0

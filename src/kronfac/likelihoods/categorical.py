@@ -43,20 +43,20 @@ class Categorical(Likelihood):
         cumulative = outputs.softmax(dim=-1).cumsum(dim=-1)
         # Rounding may leave the last sum below a draw close to 1: the last class takes it.
         index = torch.searchsorted(cumulative, noise.unsqueeze(-1), right=True).squeeze(-1)
-        return index.clamp(max=outputs.shape[-1] - 1)
+        return index.clamp_(max=outputs.shape[-1] - 1)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        q = targets
+        p, smoothing = outputs.softmax(dim=-1), self.label_smoothing
+        uniform = smoothing / outputs.shape[-1]
         if not targets.is_floating_point():
-            q = functional.one_hot(targets, outputs.shape[-1]).to(outputs.dtype)
-        q = (1 - self.label_smoothing) * q + self.label_smoothing / outputs.shape[-1]
+            return _less_at_(p - uniform if smoothing else p, targets, 1 - smoothing)
+        q = (1 - smoothing) * targets + uniform
         # softmax · Σq, not softmax: the gradient of −Σ q log p also where q does not sum to one.
-        return outputs.softmax(dim=-1) * q.sum(dim=-1, keepdim=True) - q
+        return p * q.sum(dim=-1, keepdim=True) - q
 
     def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:
         """softmax(z) − e_y: without the label smoothing, which is of the training targets alone."""
-        drawn = functional.one_hot(self.sample(outputs, noise), outputs.shape[-1])
-        return outputs.softmax(dim=-1) - drawn.to(outputs.dtype)
+        return _less_at_(outputs.softmax(dim=-1), self.sample(outputs, noise), 1.0)
 
     def fisher_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
         p = outputs.softmax(dim=-1)
@@ -84,3 +84,9 @@ class Categorical(Likelihood):
 
     def extra_repr(self) -> str:
         return f"label_smoothing={self.label_smoothing}"
+
+
+def _less_at_(p: Tensor, index: Tensor, amount: float) -> Tensor:
+    """p − amount · e_y, written into p; not by `one_hot`, which asks the device for its largest index."""
+    at = index.unsqueeze(-1)
+    return p.scatter_add_(-1, at, p.new_full((), -amount).expand(at.shape))

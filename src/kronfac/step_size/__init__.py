@@ -11,7 +11,16 @@ from kronfac.step_size.levenberg_marquardt import (
     LevenbergMarquardt,
     Verdict,
 )
-from kronfac.step_size.quadratic_model import QuadraticModel, RawStep, Step, StepRule, within
+from kronfac.step_size.quadratic_model import (
+    Matrix,
+    QuadraticModel,
+    RawStep,
+    Step,
+    StepRule,
+    Vector,
+    quadratic_form,
+    within,
+)
 from kronfac.step_size.steady_momentum import STEADY
 
 __all__ = [
@@ -26,15 +35,18 @@ __all__ = [
     "GammaRule",
     "GammaSearch",
     "LevenbergMarquardt",
+    "Matrix",
     "Past",
     "QuadraticModel",
     "RawStep",
     "Step",
     "StepRule",
     "TiedGamma",
+    "Vector",
     "Verdict",
     "fisher_gram",
     "fisher_product",
+    "quadratic_form",
     "refined",
     "within",
 ]

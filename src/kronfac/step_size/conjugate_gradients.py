@@ -54,8 +54,9 @@ def refined(
     for _ in range(steps):
         z = tuple(U.neg() for U in precondition(residual))
         Bz = product(z)
-        Q = torch.stack([dot(z, Bz), dot(z, Bp), dot(z, Bp), dot(p, Bp)]).reshape(2, 2).cpu()
-        r = torch.stack([dot(z, residual), dot(p, residual)]).cpu()
+        products = [dot(z, Bz), dot(z, Bp), dot(p, Bp), dot(z, residual), dot(p, residual)]
+        zBz, zBp, pBp, *r = torch.stack(products).tolist()
+        Q = [[zBz, zBp], [zBp, pBp]]
         step = QuadraticModel().solve(Q, r, torch.finfo(z[0].dtype).eps)
         # At the minimiser, or as near to it as rounding lets one get.
         if not step.predicted_change < 0:

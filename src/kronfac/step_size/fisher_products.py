@@ -31,14 +31,15 @@ def fisher_gram(
     directions: Sequence[Matrices],
 ) -> Tensor:
     """The matrix of v_iᵀ F v_j for all pairs of directions, (k, k), float64, on the device."""
-    count = len(directions)
-    gram = torch.zeros(count, count, dtype=torch.float64, device=directions[0][0].device)
+    gram: Tensor | None = None
     for call in rows.calls:
         outputs, Jv = pushforward(model, layers, call, directions)
         FJv = likelihood.fisher_product(outputs, Jv)
-        gram += (Jv.flatten(1) @ FJv.flatten(1).mT).double()
+        part = (Jv.flatten(1) @ FJv.flatten(1).mT).double()
+        gram = part if gram is None else gram.add_(part)
+    assert gram is not None
     # Symmetric up to rounding: F_R is applied to one side only.
-    return (gram + gram.mT) * (case_weight / (2 * rows.cases))
+    return (gram + gram.mT).mul_(case_weight / (2 * rows.cases))
 
 
 def fisher_product(

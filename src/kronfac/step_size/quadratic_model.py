@@ -4,7 +4,8 @@
 
 For directions v_j that is ½ cᵀQc + rᵀc with Q_ij = v_iᵀ(F + (λ + η)I)v_j and r_j = ∇hᵀv_j: the
 directions are Δ alone (c = α), or Δ and the previous update δ₀ (c = α, μ). All of it is a handful of
-numbers in float64, whatever the dtype of the tensors that they came from.
+Python's numbers, float64 whatever the dtype of the tensors that they came from: for so few a tensor takes
+longer to make than the sums with it.
 """
 
 import math
@@ -12,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-import torch
-from torch import Tensor
-
 from kronfac.step_size.steady_momentum import least_momentum, steadied
+
+Vector = Sequence[float]
+Matrix = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class StepRule(Protocol):
         """Steps of conjugate gradients on M, this one included."""
         ...
 
-    def solve(self, Q: Tensor, r: Tensor, precision: float, confirmed: float = 1.0) -> Step:
-        """The step, from Q (k, k) and r (k,) in float64, for one direction or two.
+    def solve(self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0) -> Step:
+        """The step, from Q (k, k) and r (k,), for one direction or two.
 
         `precision` is the ε of the dtype that the entries were computed in; `confirmed`, of what M
         predicted of late, the part that the next mini-batches saw come true.
@@ -56,15 +57,22 @@ class StepRule(Protocol):
         ...
 
 
-def model_change(Q: Tensor, r: Tensor, coefficients: Sequence[float]) -> float:
+def inner(u: Vector, v: Vector) -> float:
+    """uᵀv."""
+    return sum(x * y for x, y in zip(u, v, strict=True))
+
+
+def quadratic_form(Q: Matrix, c: Vector) -> float:
+    """cᵀQc."""
+    return inner(c, [inner(row, c) for row in Q])
+
+
+def model_change(Q: Matrix, r: Vector, c: Vector) -> float:
     """½ cᵀQc + rᵀc."""
-    c = torch.tensor(coefficients, dtype=torch.float64)
-    return float((Q @ c / 2 + r) @ c)
+    return inner([inner(row, c) / 2 + r_i for row, r_i in zip(Q, r, strict=True)], c)
 
 
-def _minimiser(
-    Q: Sequence[Sequence[float]], r: Sequence[float], precision: float
-) -> tuple[float, ...]:
+def _minimiser(Q: Matrix, r: Vector, precision: float) -> tuple[float, ...]:
     """argmin ½ cᵀQc + rᵀc over one or two coefficients, the smallest of them where there are several.
 
     For directions of unit curvature Q is [[1, x], [x, 1]], with the eigenvalues 1 ± x along (1, ±1).
@@ -131,13 +139,12 @@ class QuadraticModel:
         if not 0 <= self.steady < 1:
             raise ValueError(f"{type(self).__name__}'s steady lies in [0, 1); got {self.steady}.")
 
-    def solve(self, Q: Tensor, r: Tensor, precision: float, confirmed: float = 1.0) -> Step:
-        coefficients = _minimiser(Q.tolist(), r.tolist(), precision)
+    def solve(self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0) -> Step:
+        coefficients = _minimiser(Q, r, precision)
         least = least_momentum(self.steady, confirmed)
         if len(coefficients) == 2 and least > 0:
             coefficients = steadied(Q, r, coefficients, least)
-            slope = float(r @ torch.tensor(coefficients, dtype=torch.float64))
-            return Step(coefficients, model_change(Q, r, coefficients), slope)
+            return Step(coefficients, model_change(Q, r, coefficients), inner(r, coefficients))
         return Step(coefficients, model_change(Q, r, coefficients))
 
 
@@ -153,5 +160,5 @@ class RawStep:
     bounded: ClassVar[bool] = False
     cg_steps: ClassVar[int] = 1
 
-    def solve(self, Q: Tensor, r: Tensor, precision: float, confirmed: float = 1.0) -> Step:
+    def solve(self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0) -> Step:
         return Step((self.alpha,), model_change(Q, r, (self.alpha,)))

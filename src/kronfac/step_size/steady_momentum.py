@@ -9,8 +9,6 @@ not to fall below a certain value, as far as M agrees.
 import math
 from collections.abc import Sequence
 
-from torch import Tensor
-
 STEADY = 0.5
 """The least μ where nothing of what M predicts is confirmed, KFAC's own choice."""
 KEPT = 0.5
@@ -26,7 +24,7 @@ def least_momentum(steady: float, confirmed: float) -> float:
 
 
 def steadied(
-    Q: Tensor, r: Tensor, coefficients: Sequence[float], least: float
+    Q: Sequence[Sequence[float]], r: Sequence[float], coefficients: Sequence[float], least: float
 ) -> tuple[float, ...]:
     """(α, μ) with μ in [least, 1], or as near to that as M allows, and the best α for it.
 
@@ -36,8 +34,8 @@ def steadied(
     """
     _, best = coefficients
     wanted = min(max(best, least), LARGEST)
-    (a, b), (_, d) = Q.tolist()
-    (slope, gain) = r.tolist()
+    (a, b), (_, d) = Q
+    slope, gain = r
     change = (slope * coefficients[0] + gain * best) / 2  # at a minimiser of M
     curvature = d - b * b / a if a > 0 else 0.0
     if wanted == best or not (curvature > 0 and change < 0):

@@ -32,10 +32,12 @@ from kronfac.statistics import EmpiricalFisher, SampledFisher
 from kronfac.step_size import (
     FixedGamma,
     LevenbergMarquardt,
+    Matrix,
     QuadraticModel,
     RawStep,
     Step,
     TiedGamma,
+    Vector,
 )
 
 WHOLE = "K-FAC"
@@ -137,9 +139,9 @@ class PlainStep(RawStep):
     predicted to make things worse.
     """
 
-    def solve(self, Q: Tensor, r: Tensor, precision: float, confirmed: float = 1.0) -> Step:
+    def solve(self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0) -> Step:
         """α = 1."""
-        return Step((self.alpha,), float(r[0]) / 2)
+        return Step((self.alpha,), r[0] / 2)
 
 
 def _heskes(gamma: float) -> StepperMaker:
