@@ -165,7 +165,8 @@ def _against(rule: DampingRule, state: State, rho: float, cause: str) -> Judgeme
         state,
         lambda_=rule.judged(state.lambda_, verdict),
         judged_iteration=state.iteration,
-        previous_delta=None if kept is None else kept.previous_delta,
+        previous_delta=None if kept is None else kept.momentum,
+        remembered=None,
         last=None,
     )
     return Judgement(before, rho, Event("taken_back", f"The last step is taken back: {cause}"))

@@ -27,11 +27,11 @@ from kronfac.settings import Settings, fisher_of, inverse_of
 from kronfac.state import Kept, State
 from kronfac.statistics import Fisher, Recorder
 from kronfac.step_size import (
-    STEADY,
     AdaptiveDamping,
     AdaptiveGamma,
     DampingRule,
     GammaRule,
+    LongMemory,
     QuadraticModel,
     StepRule,
 )
@@ -46,7 +46,7 @@ class KFAC(torch.optim.Optimizer):
         Δ = −F⁰⁻¹ g,   (α, μ) = argmin M(αΔ + μδ₀),   θ ← θ + αΔ + μδ₀
 
     where M is the quadratic model with the exact Fisher, damped by λ, and δ₀ the previous update. Where
-    mini-batches disagree, μ is near a half instead, as far as M allows (`steady_momentum.py`).
+    mini-batches disagree, the step is shorter and remembers more (`long_memory.py`).
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -107,7 +107,7 @@ class KFAC(torch.optim.Optimizer):
             fisher=fisher_of(fisher),
             damping=AdaptiveDamping() if damping is None else damping,
             gamma=AdaptiveGamma() if gamma is None else gamma,
-            step_size=QuadraticModel(bounded=True, steady=STEADY)
+            step_size=QuadraticModel(bounded=True, memory=LongMemory())
             if step_size is None
             else step_size,
             statistics_fraction=statistics_fraction,
@@ -240,7 +240,7 @@ class KFAC(torch.optim.Optimizer):
             state = transition.state
             if self._judges_next(state):
                 assert state.last is not None
-                kept = Kept(network.theta(), self._state.previous_delta)
+                kept = Kept(network.theta(), self._state.momentum)
                 state = replace(state, last=replace(state.last, kept=kept))
             self.layers, self._chain_known = list(network.layers), True
             move(network.layers, transition.delta)

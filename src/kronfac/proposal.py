@@ -41,6 +41,8 @@ class Proposal:
     """η F̆⁻¹θ, where the low-rank route keeps it apart."""
     step: Step
     delta: Matrices
+    remembered: Matrices | None
+    """What momentum goes on with, where that is not δ."""
     loss: float
     """As the closure returned it."""
     penalty: float
@@ -83,8 +85,8 @@ def propose(
                 for U, V in zip(product, point.gradient, strict=True)
             )
         ]
-        if step_size.momentum and before.previous_delta is not None:
-            directions.append(before.previous_delta)
+        if step_size.momentum and before.momentum is not None:
+            directions.append(before.momentum)
     with watch("fisher_products"):
         gram = fisher_gram(
             network.model,
@@ -103,11 +105,11 @@ def propose(
         damping = before.lambda_ + point.weight_decay
         Q = _sum(found.fisher, found.inner, damping)
         precision = torch.finfo(point.gradient[0].dtype).eps
-        step = step_size.solve(Q, found.slopes, precision, before.confidence)
+        step = step_size.solve(Q, found.slopes, precision, before.confidence, before.iteration + 1)
         if not math.isfinite(step.predicted_change):
             raise RefusedError("The predicted change of the objective is not finite.")
         penalty = point.weight_decay / 2 * found.squares
-        delta = _combine(directions, step.coefficients)
+        delta, remembered = _combine(directions, step)
         undamped = _sum(found.fisher, found.inner, point.weight_decay)
         curvature, damped = (quadratic_form(B, step.coefficients) for B in (undamped, Q))
     if step_size.cg_steps > 1:
@@ -115,7 +117,7 @@ def propose(
             delta, change = _refined(
                 network, point, before.lambda_, delta, inverse, step_size.cg_steps, rows
             )
-            step = Step(step.coefficients, step.predicted_change + change)
+            step, remembered = Step(step.coefficients, step.predicted_change + change), None
     if step_size.bounded:
         # Where mini-batches differ, steps from a loss that is rounding error are long and lead anywhere,
         # which cases that are not among these have to pay for. Where they don't differ, such a step shows
@@ -123,13 +125,15 @@ def propose(
         least = network.resolution(point.batch) if before.confirmed is not None else 0.0
         step, cut = within(step, found.loss + penalty, least)
         if cut < 1:
-            delta = tuple(V.mul_(cut) for V in delta)
+            for V in (*delta, *(remembered or ())):
+                V.mul_(cut)
     return Proposal(
         gamma=gamma,
         inverse=inverse,
         decayed=decayed,
         step=step,
         delta=delta,
+        remembered=remembered,
         loss=found.returned,
         penalty=penalty,
         loss_seen=seen is not None
@@ -235,13 +239,17 @@ def _sum(A: Matrix, B: Matrix, weight: float) -> Matrix:
     return [[a + weight * b for a, b in zip(*rows, strict=True)] for rows in zip(A, B, strict=True)]
 
 
-def _combine(directions: Sequence[Matrices], coefficients: Sequence[float]) -> Matrices:
-    """Σ_j c_j v_j, in the memory of the first direction."""
-    total = [V.mul_(coefficients[0]) for V in directions[0]]
-    for direction, c in zip(directions[1:], coefficients[1:], strict=True):
-        for V, W in zip(total, direction, strict=True):
-            V.add_(W, alpha=c)
-    return tuple(total)
+def _combine(directions: Sequence[Matrices], step: Step) -> tuple[Matrices, Matrices | None]:
+    """Σ_j c_j v_j, in the memory of the first direction; the same with less of that, if it is less."""
+    total = tuple(V.mul_(step.coefficients[0]) for V in directions[0])
+    remembered = None
+    if step.remembered < 1:
+        remembered = tuple(V * step.remembered for V in total)
+    for direction, c in zip(directions[1:], step.coefficients[1:], strict=True):
+        for made in (total, remembered or ()):
+            for V, W in zip(made, direction, strict=False):
+                V.add_(W, alpha=c)
+    return total, remembered
 
 
 def _squares(network: Network) -> list[Tensor]:

@@ -18,7 +18,7 @@ from kronfac.inverses.base import pack
 from kronfac.layers import Layer, Matrices
 from kronfac.refresh import Refresh, packed, unpacked
 
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Kept:
 
     theta: Matrices
     """Where it started from."""
-    previous_delta: Matrices | None
+    momentum: Matrices | None
     """δ₀ that it was made with."""
 
 
@@ -69,7 +69,9 @@ class State:
     gamma_move: float = 0.0
     """Where the search for γ goes next, a logarithm."""
     previous_delta: Matrices | None = None
-    """δ₀."""
+    """The last step."""
+    remembered: Matrices | None = None
+    """Of the steps so far what momentum goes on with, where that is not the last one."""
     last: LastStep | None = None
     judged_iteration: int = 0
     """Of the last step that was judged."""
@@ -80,6 +82,11 @@ class State:
     loss per case."""
     decayed: Matrices | None = None
     """η F̆⁻¹θ as of the last refresh, for the low-rank route [MG15 §8]."""
+
+    @property
+    def momentum(self) -> Matrices | None:
+        """δ₀."""
+        return self.previous_delta if self.remembered is None else self.remembered
 
     @property
     def confidence(self) -> float:
@@ -146,6 +153,7 @@ def load(
         refresh=saved["refresh"] and _refresh(placed(saved["refresh"]), inverse),
         gamma_move=float(saved["gamma_move"]),
         previous_delta=placed(saved["previous_delta"]),
+        remembered=placed(saved["remembered"]),
         judged_iteration=int(saved["judged_iteration"]),
         confirmed=saved["confirmed"],
         noise=saved["noise"],

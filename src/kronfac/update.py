@@ -98,6 +98,7 @@ class Update:
                 factors=factors,
                 inverse=best.inverse,
                 previous_delta=best.delta,
+                remembered=best.remembered,
                 decayed=best.decayed,
                 last=LastStep(
                     cases=point.batch.cases,

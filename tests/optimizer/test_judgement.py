@@ -151,7 +151,7 @@ def test_the_momentum_comes_back_too():
     assert optimizer.report.events[0].kind == "taken_back"
     assert optimizer.report.mu is not None
     # What the step that was made then keeps for itself is the δ₀ that it was made with.
-    assert same(optimizer.state_dict()["kfac"]["last"]["kept"]["previous_delta"], momentum)
+    assert same(optimizer.state_dict()["kfac"]["last"]["kept"]["momentum"], momentum)
 
 
 def test_a_rise_that_the_noise_of_sampling_explains_is_left():

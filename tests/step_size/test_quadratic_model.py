@@ -231,12 +231,6 @@ def test_below_what_the_loss_resolves_there_is_nothing_to_gain():
     assert within(step, 1.0, least=0.2) == (step, 1.0)
 
 
-@pytest.mark.parametrize("steady", [-0.1, 1.0, float("nan")])
-def test_settings_are_checked(steady):
-    with pytest.raises(ValueError, match="steady"):
-        QuadraticModel(steady=steady)
-
-
 def test_a_step_that_promises_less_is_left_as_it_is():
     step = Step((1.0, 0.5), -0.7)
     assert within(step, 0.7) == (step, 1.0)

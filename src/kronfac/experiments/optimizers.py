@@ -17,7 +17,7 @@ from kronfac.likelihoods.base import Likelihood
 from kronfac.optimizer import KFAC
 from kronfac.report import Stopwatch
 from kronfac.statistics import SampledFisher
-from kronfac.step_size import STEADY, AdaptiveDamping, ConjugateGradients
+from kronfac.step_size import AdaptiveDamping, ConjugateGradients, LongMemory
 
 CHUNK = 5000
 """Rows of a mini-batch at a time, as in the authors' program: memory does not grow with the batch."""
@@ -94,7 +94,7 @@ def _kfac(config: TrainConfig, model: nn.Module, loss: Likelihood) -> KFAC:
         "step_size": ConjugateGradients(
             momentum=options.momentum,
             bounded=options.preset == "default",
-            steady=STEADY if options.preset == "default" else 0.0,
+            memory=LongMemory() if options.preset == "default" else None,
             cg_steps=options.cg_steps,
         ),
         "statistics_fraction": options.statistics_fraction,

@@ -11,21 +11,18 @@ from kronfac.step_size.levenberg_marquardt import (
     LevenbergMarquardt,
     Verdict,
 )
+from kronfac.step_size.long_memory import LongMemory, Matrix, Vector
 from kronfac.step_size.quadratic_model import (
-    Matrix,
     QuadraticModel,
     RawStep,
     Step,
     StepRule,
-    Vector,
     quadratic_form,
     within,
 )
-from kronfac.step_size.steady_momentum import STEADY
 
 __all__ = [
     "DOMINATED",
-    "STEADY",
     "AdaptiveDamping",
     "AdaptiveGamma",
     "ConjugateGradients",
@@ -35,6 +32,7 @@ __all__ = [
     "GammaRule",
     "GammaSearch",
     "LevenbergMarquardt",
+    "LongMemory",
     "Matrix",
     "Past",
     "QuadraticModel",

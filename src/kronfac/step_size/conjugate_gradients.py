@@ -24,7 +24,6 @@ class ConjugateGradients(QuadraticModel):
     cg_steps: int = 10  # type: ignore[misc] # a choice here, a constant in its base
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.cg_steps < 1:
             raise ValueError(f"ConjugateGradients needs at least one step; got {self.cg_steps}.")
 

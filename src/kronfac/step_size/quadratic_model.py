@@ -9,14 +9,10 @@ longer to make than the sums with it.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
-from kronfac.step_size.steady_momentum import least_momentum, steadied
-
-Vector = Sequence[float]
-Matrix = Sequence[Sequence[float]]
+from kronfac.step_size.long_memory import LongMemory, Matrix, Vector, noise_of
 
 
 @dataclass(frozen=True)
@@ -28,6 +24,8 @@ class Step:
     """M(δ) − M(0)."""
     slope: float | None = None
     """∇hᵀδ; None along the directions of a minimiser, where it is twice the change."""
+    remembered: float = 1.0
+    """Of the part along Δ, what momentum goes on with."""
 
 
 class StepRule(Protocol):
@@ -48,7 +46,9 @@ class StepRule(Protocol):
         """Steps of conjugate gradients on M, this one included."""
         ...
 
-    def solve(self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0) -> Step:
+    def solve(
+        self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0, iteration: int = 1
+    ) -> Step:
         """The step, from Q (k, k) and r (k,), for one direction or two.
 
         `precision` is the ε of the dtype that the entries were computed in; `confirmed`, of what M
@@ -103,7 +103,8 @@ def within(step: Step, objective: float, least: float = 0.0) -> tuple[Step, floa
     At c δ, M has changed by c g + c² q/2 with g = ∇hᵀδ and q the curvature along δ.
     """
     if least > 0 and 0 <= objective <= least:
-        return Step((0.0,) * len(step.coefficients), 0.0, 0.0), 0.0
+        nothing = (0.0,) * len(step.coefficients)
+        return replace(step, coefficients=nothing, predicted_change=0.0, slope=0.0), 0.0
     if not 0 < objective - least < -step.predicted_change:
         return step, 1.0
     objective -= least
@@ -113,7 +114,8 @@ def within(step: Step, objective: float, least: float = 0.0) -> tuple[Step, floa
     root = math.sqrt(max(slope**2 - 2 * curvature * objective, 0.0))
     share = 2 * objective / (-slope + root)
     cut = tuple(share * c for c in step.coefficients)
-    return Step(cut, -objective, share * slope), share
+    bounded = replace(step, coefficients=cut, predicted_change=-objective, slope=share * slope)
+    return bounded, share
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,8 @@ class QuadraticModel:
     """(α, μ) = argmin M: δ = αΔ + μδ₀, or δ = αΔ with `momentum=False`.
 
     With `bounded=True`, KFAC's own choice, a step on which M would become negative is cut where it is 0.
-    With `steady`, KFAC has 0.5, μ lies between that and 1 where the next mini-batches confirm nothing of
-    what M predicts, and between less and 1 up to where they confirm half of it, or as near as M allows
-    (`steady_momentum.py`).
+    With `memory`, KFAC's own choice too, the step is another where the next mini-batches confirm less than
+    half of what M predicts (`long_memory.py`).
 
     Directions that are linearly dependent to rounding (δ₀ ≈ Δ, δ₀ = 0) make Q singular; its
     pseudo-inverse, taken after scaling every direction to unit curvature, then gives the smallest of
@@ -132,20 +133,18 @@ class QuadraticModel:
 
     momentum: bool = True
     bounded: bool = False
-    steady: float = 0.0
+    memory: LongMemory | None = None
     cg_steps: ClassVar[int] = 1
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.steady < 1:
-            raise ValueError(f"{type(self).__name__}'s steady lies in [0, 1); got {self.steady}.")
-
-    def solve(self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0) -> Step:
+    def solve(
+        self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0, iteration: int = 1
+    ) -> Step:
         coefficients = _minimiser(Q, r, precision)
-        least = least_momentum(self.steady, confirmed)
-        if len(coefficients) == 2 and least > 0:
-            coefficients = steadied(Q, r, coefficients, least)
-            return Step(coefficients, model_change(Q, r, coefficients), inner(r, coefficients))
-        return Step(coefficients, model_change(Q, r, coefficients))
+        noise = noise_of(confirmed)
+        if not self.momentum or self.memory is None or noise == 0:
+            return Step(coefficients, model_change(Q, r, coefficients))
+        blend, kept = self.memory.blended(Q, r, coefficients, noise, iteration)
+        return Step(blend, model_change(Q, r, blend), inner(r, blend), kept)
 
 
 @dataclass(frozen=True)
@@ -160,5 +159,7 @@ class RawStep:
     bounded: ClassVar[bool] = False
     cg_steps: ClassVar[int] = 1
 
-    def solve(self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0) -> Step:
+    def solve(
+        self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0, iteration: int = 1
+    ) -> Step:
         return Step((self.alpha,), model_change(Q, r, (self.alpha,)))

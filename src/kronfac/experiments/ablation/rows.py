@@ -139,7 +139,9 @@ class PlainStep(RawStep):
     predicted to make things worse.
     """
 
-    def solve(self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0) -> Step:
+    def solve(
+        self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0, iteration: int = 1
+    ) -> Step:
         """α = 1."""
         return Step((self.alpha,), r[0] / 2)
 

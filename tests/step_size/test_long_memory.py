@@ -1,0 +1,143 @@
+"""The step with a long memory: by definition, and what it does where gradients have noise."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kronfac import QuadraticModel
+from kronfac.step_size import LongMemory
+from kronfac.step_size.long_memory import noise_of
+from kronfac.step_size.quadratic_model import model_change
+
+EPS = 1e-16
+FREE = QuadraticModel()
+RULE = QuadraticModel(memory=LongMemory())
+
+
+def problem(seed: int) -> tuple[list[list[float]], list[float]]:
+    generator = torch.Generator().manual_seed(seed)
+    V = torch.randn(3, 2, generator=generator, dtype=torch.float64)
+    r = torch.randn(2, generator=generator, dtype=torch.float64)
+    return (V.mT @ V).tolist(), r.tolist()
+
+
+def small_memory(seed: int) -> tuple[list[list[float]], list[float]]:
+    """δ₀ a thousandth: the whole way costs M little."""
+    Q, r = problem(seed)
+    return [[Q[0][0], Q[0][1] / 1e3], [Q[1][0] / 1e3, Q[1][1] / 1e6]], [r[0], r[1] / 1e6]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_where_all_is_noise_a_part_of_the_best_step_alone_and_all_of_the_memory(seed):
+    Q, r = small_memory(seed)
+    (alone,) = QuadraticModel(momentum=False).solve([Q[0][:1]], r[:1], EPS).coefficients
+    step = RULE.solve(Q, r, EPS, confirmed=0.1, iteration=200)
+    if step.remembered == pytest.approx(0.3):  # the whole way
+        assert step.coefficients == pytest.approx((0.5 * alone, 1 - 1 / 30))
+    else:
+        assert step.predicted_change == pytest.approx(FREE.solve(Q, r, EPS).predicted_change / 2)
+
+
+@pytest.mark.parametrize("confirmed", [-1.0, 0.1, 0.3, 0.45])
+@pytest.mark.parametrize("seed", range(12))
+def test_as_far_towards_it_as_noise_says_and_as_leaves_half_of_what_M_predicts(seed, confirmed):
+    Q, r = problem(seed)
+    free = FREE.solve(Q, r, EPS)
+    step = RULE.solve(Q, r, EPS, confirmed, 100)
+    whole = (-0.5 * r[0] / Q[0][0], 1 - 1 / 15)
+
+    def on_the_way(far: float) -> list[float]:
+        return [a + far * (b - a) for a, b in zip(free.coefficients, whole, strict=True)]
+
+    grid = torch.linspace(0, noise_of(confirmed), 100_001, dtype=torch.float64).tolist()
+    allowed = free.predicted_change / 2 + 1e-12
+    farthest = max(far for far in grid if model_change(Q, r, on_the_way(far)) <= allowed)
+    assert step.coefficients == pytest.approx(on_the_way(farthest), abs=1e-3)
+    assert step.remembered == pytest.approx(1 - 0.7 * farthest, abs=1e-3)
+    assert step.predicted_change == pytest.approx(model_change(Q, r, step.coefficients))
+    assert step.slope == pytest.approx(
+        sum(x * c for x, c in zip(r, step.coefficients, strict=True))
+    )
+
+
+@given(confirmed=st.floats(-1, 1))
+def test_noise_falls_from_a_quarter_confirmed_to_a_half(confirmed):
+    assert noise_of(confirmed) == pytest.approx(min(max(2 - 4 * confirmed, 0), 1))
+
+
+@given(iteration=st.integers(1, 10**6))
+def test_the_memory_grows_with_the_iterations(iteration):
+    horizon = min(max(0.15 * iteration, 1), 100)
+    assert LongMemory().momentum(iteration) == pytest.approx(1 - 1 / horizon)
+
+
+def test_what_is_confirmed_is_left_alone():
+    Q, r = problem(3)
+    free = FREE.solve(Q, r, EPS)
+    assert RULE.solve(Q, r, EPS) == free
+    assert RULE.solve(Q, r, EPS, 0.5, 1000) == free
+    assert FREE.solve(Q, r, EPS, -1.0, 1000) == free
+    without = QuadraticModel(momentum=False)
+    assert replace(without, memory=LongMemory()).solve(
+        [[2.0]], [-1.0], EPS, -1.0, 50
+    ) == without.solve([[2.0]], [-1.0], EPS)
+
+
+def test_without_a_memory_yet_it_is_half_the_best_step():
+    step = RULE.solve([[2.0]], [-1.0], EPS, -1.0, 50)
+    assert step.coefficients == pytest.approx((0.25,))
+    assert step.remembered == pytest.approx(0.3)
+
+
+def test_directions_without_curvature():
+    step = RULE.solve([[0.0, 0.0], [0.0, 2.0]], [0.0, -1.0], EPS, -1.0, 50)
+    assert step.coefficients == pytest.approx((0.0, 0.5))
+    assert step.remembered == 1
+    alpha, _ = RULE.solve([[2.0, 0.0], [0.0, 0.0]], [-1.0, 0.0], EPS, -1.0, 50).coefficients
+    assert alpha == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("taken", 0.0),
+        ("taken", 1.1),
+        ("kept", -0.1),
+        ("share", math.nan),
+        ("longest", 0.5),
+        ("longest", math.inf),
+    ],
+)
+def test_settings_are_checked(name, value):
+    with pytest.raises(ValueError, match=name):
+        LongMemory(**{name: value})
+
+
+def excess(curvature: torch.Tensor, memory: LongMemory | None, steps: int) -> float:
+    """Of Σ ½ h x², after steps of either kind whose gradients have noise."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.ones_like(curvature)
+    u: torch.Tensor | None = None
+    tail = []
+    for k in range(1, steps + 1):
+        noise = curvature.sqrt() * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        gradient = curvature * x + 0.3 * noise
+        directions = [-gradient] if u is None else [-gradient, u]
+        Q = [[float(v @ (curvature * w)) for w in directions] for v in directions]
+        r = [float(gradient @ v) for v in directions]
+        step = QuadraticModel(memory=memory).solve(Q, r, EPS, 0.0, k)
+        own, *rest = (c * v for c, v in zip(step.coefficients, directions, strict=True))
+        x = x + own + sum(rest)
+        u = step.remembered * own + sum(rest)
+        if k > 0.8 * steps:
+            tail.append(float((curvature * x**2).sum() / 2))
+    return sum(tail) / len(tail)
+
+
+def test_flat_directions_are_followed_faster_through_noise():
+    curvature = torch.logspace(-4, 0, 40, dtype=torch.float64)
+    assert excess(curvature, LongMemory(), 400) < 0.8 * excess(curvature, None, 400)
