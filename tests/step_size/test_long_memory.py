@@ -71,8 +71,8 @@ def test_noise_falls_from_a_quarter_confirmed_to_a_half(confirmed):
 
 @given(iteration=st.integers(1, 10**6))
 def test_the_memory_grows_with_the_iterations(iteration):
-    horizon = min(max(0.15 * iteration, 1), 100)
-    assert LongMemory().momentum(iteration) == pytest.approx(1 - 1 / horizon)
+    expected = min(max(0.15 * iteration, 1), 100)
+    assert LongMemory().horizon(iteration) == pytest.approx(expected)
 
 
 def test_what_is_confirmed_is_left_alone():

@@ -49,9 +49,9 @@ class LongMemory:
         if not 1 <= self.longest < math.inf:
             raise ValueError(f"LongMemory's longest is 1 or more; got {self.longest}.")
 
-    def momentum(self, iteration: int) -> float:
-        """μ = 1 − 1/h."""
-        return 1 - 1 / max(min(self.share * iteration, self.longest), 1.0)
+    def horizon(self, iteration: int) -> float:
+        """h, 1 at the least."""
+        return max(min(self.share * iteration, self.longest), 1.0)
 
     def blended(
         self, Q: Matrix, r: Vector, best: Vector, noise: float, iteration: int
@@ -64,7 +64,7 @@ class LongMemory:
         slope, curvature = r[0], Q[0][0]
         if not curvature > 0:
             return tuple(best), 1.0
-        long = (-self.taken * slope / curvature, self.momentum(iteration))[: len(best)]
+        long = (-self.taken * slope / curvature, 1 - 1 / self.horizon(iteration))[: len(best)]
         way = [there - here for there, here in zip(long, best, strict=True)]
         rise = _half_square(Q, way)
         allowed = (1 - KEPT) * _half_square(Q, best)  # −M at its minimiser
