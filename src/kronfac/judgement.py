@@ -113,12 +113,11 @@ def judge(
         elapsed=state.iteration - state.judged_iteration,
     )
     judged = replace(
-        state,
+        _done(state),
         lambda_=rule.judged(state.lambda_, verdict),
         judged_iteration=state.iteration,
         confirmed=confirmed,
         noise=_average(state.noise, sample / unit),
-        last=None,
     )
     return Judgement(judged, rho)
 
@@ -144,9 +143,16 @@ def _invisible(state: State) -> Judgement | None:
     if state.last.curvature_share >= DOMINATED:
         return None
     shorter = replace(
-        state, lambda_=state.lambda_ / 10, judged_iteration=state.iteration, last=None
+        _done(state),
+        lambda_=state.lambda_ / 10,
+        judged_iteration=state.iteration,
     )
     return Judgement(shorter, math.nan)
+
+
+def _done(state: State) -> State:
+    """Of a step that will not be judged any more nothing is kept but what momentum goes on with."""
+    return replace(state, previous_delta=state.momentum, remembered=None, last=None)
 
 
 def _average(old: float | None, new: float) -> float:

@@ -125,6 +125,7 @@ def propose(
         least = network.resolution(point.batch) if before.confirmed is not None else 0.0
         step, cut = within(step, found.loss + penalty, least)
         if cut < 1:
+            # What momentum remembers too: where there is nothing to gain it is forgotten.
             for V in (*delta, *(remembered or ())):
                 V.mul_(cut)
     return Proposal(
@@ -246,8 +247,8 @@ def _combine(directions: Sequence[Matrices], step: Step) -> tuple[Matrices, Matr
     if step.remembered < 1:
         remembered = tuple(V * step.remembered for V in total)
     for direction, c in zip(directions[1:], step.coefficients[1:], strict=True):
-        for made in (total, remembered or ()):
-            for V, W in zip(made, direction, strict=False):
+        for made in (total,) if remembered is None else (total, remembered):
+            for V, W in zip(made, direction, strict=True):
                 V.add_(W, alpha=c)
     return total, remembered
 

@@ -43,6 +43,8 @@ class StepReport:
     """Rows of the mini-batch S′."""
     mean_loss: float | None = None
     """`loss`; of one that is summed over the cases the mean."""
+    memory: float = 1.0
+    """Steps that momentum remembers where mini-batches are noisy; 1 is the last one alone."""
     trials: int = 0
     """Trial evaluations of the mini-batch, at the first step, to find λ₀."""
     seconds: dict[str, float] = field(default_factory=dict)

@@ -69,7 +69,7 @@ class State:
     gamma_move: float = 0.0
     """Where the search for γ goes next, a logarithm."""
     previous_delta: Matrices | None = None
-    """The last step."""
+    """The last step, or once that has been judged what momentum goes on with."""
     remembered: Matrices | None = None
     """Of the steps so far what momentum goes on with, where that is not the last one."""
     last: LastStep | None = None

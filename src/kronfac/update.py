@@ -120,6 +120,7 @@ class Update:
                 predicted_change=best.step.predicted_change,
                 cases=point.batch.cases,
                 mean_loss=best.loss / self._summed_cases(point),
+                memory=settings.step_size.horizon(k),
                 trials=trials,
                 seconds=watch.seconds,
                 events=tuple(events),

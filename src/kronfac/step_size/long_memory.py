@@ -8,8 +8,8 @@ on each single mini-batch there is more to gain by undoing what the last one did
 
 Of the best step along Δ a part, κ, which holds the steep directions; and u, what is left of a part, c, of
 the ones before, h of them. Noise adds up like the root of their number. What they agree on adds up to
-1 + c h steps, so that along flat directions this is as much faster than κα Δ alone. As in Nesterov's method
-the memory grows with the iterations. With c = 1 it would be the ordinary heavy ball, in which steep
+1 + c (h − 1) steps, so that along flat directions this is as much faster than κα Δ alone. As in Nesterov's
+method the memory grows with the iterations. With c = 1 it would be the ordinary heavy ball, in which steep
 directions swing for h iterations; the smaller c is, the more of them κα Δ stops first.
 """
 
@@ -28,7 +28,7 @@ NOISE, TRUST = 0.25, 0.5
 
 @dataclass(frozen=True)
 class LongMemory:
-    """How much of a step is taken and remembered where nothing of what M predicts is confirmed.
+    """How much of a step is taken and remembered where a quarter of what M predicts is confirmed, or less.
 
     Args:
         taken: κ.
@@ -64,7 +64,10 @@ class LongMemory:
         slope, curvature = r[0], Q[0][0]
         if not curvature > 0:
             return tuple(best), 1.0
-        long = (-self.taken * slope / curvature, 1 - 1 / self.horizon(iteration))[: len(best)]
+        long = [-self.taken * slope / curvature]
+        if len(best) > 1:
+            # What neither F, λ nor η sees has no part, as in the minimiser.
+            long.append(1 - 1 / self.horizon(iteration) if Q[1][1] > 0 else 0.0)
         way = [there - here for there, here in zip(long, best, strict=True)]
         rise = _half_square(Q, way)
         allowed = (1 - KEPT) * _half_square(Q, best)  # −M at its minimiser

@@ -46,13 +46,18 @@ class StepRule(Protocol):
         """Steps of conjugate gradients on M, this one included."""
         ...
 
+    def horizon(self, iteration: int) -> float:
+        """Steps that momentum remembers at this iteration, where mini-batches are noisy."""
+        ...
+
     def solve(
         self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0, iteration: int = 1
     ) -> Step:
         """The step, from Q (k, k) and r (k,), for one direction or two.
 
         `precision` is the ε of the dtype that the entries were computed in; `confirmed`, of what M
-        predicted of late, the part that the next mini-batches saw come true.
+        predicted of late, the part that the next mini-batches saw come true; `iteration`, which step
+        this is.
         """
         ...
 
@@ -136,13 +141,22 @@ class QuadraticModel:
     memory: LongMemory | None = None
     cg_steps: ClassVar[int] = 1
 
+    @property
+    def _remembers(self) -> bool:
+        # Further steps of conjugate gradients start from a minimiser of M, and end where that is.
+        return self.momentum and self.memory is not None and self.cg_steps == 1
+
+    def horizon(self, iteration: int) -> float:
+        return self.memory.horizon(iteration) if self.memory and self._remembers else 1.0
+
     def solve(
         self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0, iteration: int = 1
     ) -> Step:
         coefficients = _minimiser(Q, r, precision)
         noise = noise_of(confirmed)
-        if not self.momentum or self.memory is None or noise == 0:
+        if not self._remembers or noise == 0:
             return Step(coefficients, model_change(Q, r, coefficients))
+        assert self.memory is not None
         blend, kept = self.memory.blended(Q, r, coefficients, noise, iteration)
         return Step(blend, model_change(Q, r, blend), inner(r, blend), kept)
 
@@ -158,6 +172,9 @@ class RawStep:
     momentum: ClassVar[bool] = False
     bounded: ClassVar[bool] = False
     cg_steps: ClassVar[int] = 1
+
+    def horizon(self, iteration: int) -> float:
+        return 1.0
 
     def solve(
         self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0, iteration: int = 1

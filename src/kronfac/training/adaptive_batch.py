@@ -9,15 +9,16 @@ made from, so ρ on the next mini-batch is (G − N)/(G + N), and the test N > �
 
 Mini-batches of one pass over the data have no case in common, so that where one is above the average the
 others are below. With m of all n cases in each, a step that fits its own noise loses more on the next
-mini-batch than on all cases together, and the ρ of these is 1 − (1 − m/n) (1 − ρ).
+mini-batch than on all cases together, and the ρ of these is 1 − (1 − m/n) (1 − ρ). With more than half of
+the cases in each, some are in both, and it is 1 − m/n (1 − ρ).
 
 ρ tells of one step. Where a step gains on the next mini-batch what noise takes away again soon after, it
 stays above the threshold while training stands still. That shows in the losses: if those of the last ten
 mini-batches are not lower than those of the ten before by more than the standard error of the difference,
 noise is what is left to fight.
 
-Over a pass the noise cancels, and momentum with a long memory (`LongMemory`) remembers several passes of
-eight mini-batches: their noise is gone from what it follows, and larger ones would only be fewer. From
+Over a pass the noise cancels. Where momentum with a long memory (`LongMemory`) remembers several passes of
+eight mini-batches, their noise is gone from what it follows, and larger ones would only be fewer. From
 there on ρ, which is of a single step, says nothing of use, and m grows where the loss has stopped falling
 for as many mini-batches as are remembered.
 """
@@ -31,11 +32,10 @@ from torch import Tensor
 
 from kronfac.errors import StateError
 from kronfac.report import StepReport
-from kronfac.step_size import LongMemory
 from kronfac.training.batch_schedule import ScheduledBatchSampler
 
-PASS = 8
-"""Mini-batches in a pass over the data, of which momentum's memory sees several."""
+PASS, PASSES = 8, 4
+"""Mini-batches in a pass over the data, and passes that momentum remembers, from where ρ is no guide."""
 
 
 class Reporting(Protocol):
@@ -52,8 +52,9 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
 
     Every case comes once before any comes again, in an order that is new each time: over such a pass the
     noise of the mini-batches cancels. With every ρ that the optimizer measures on a next mini-batch, an
-    average of them below `threshold` makes m larger by the factor `growth`, up to an eighth of the cases;
-    and so does a loss that has stopped falling by the factor `leap`, with more patience from there on.
+    average of them below `threshold` makes m larger by the factor `growth`; and so does a loss that has
+    stopped falling by the factor `leap`. From an eighth of the cases on, if the optimizer remembers four
+    passes over them, only the latter does, and with more patience.
 
     Works as `DataLoader(data, batch_sampler=sampler)`, or by `data[sampler.next_indices()]`, and continues
     exactly from `state_dict()`.
@@ -72,8 +73,7 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         final: The largest m; None for all cases.
         threshold: (1 − θ²)/(1 + θ²) of the norm test; 0 is θ = 1, more is less noise.
         growth: A factor.
-        patience: Mini-batches whose losses are compared with those of as many before; None for never. From
-            an eighth of the cases on, as many as momentum remembers where that is more.
+        patience: Mini-batches whose losses are compared with those of as many before; None for never.
         leap: A factor.
         seed: Of the sampler's own generator.
     """
@@ -143,30 +143,31 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
             return
         self._last = report
         if report.next_rho is not None and not math.isnan(report.next_rho):
-            rho = 1 - (1 - min(report.cases / self.cases, 1.0)) * (1 - report.next_rho)
+            share = min(report.cases / self.cases, 1.0)
+            rho = 1 - max(share, 1 - share) * (1 - report.next_rho)
             self._average += (min(max(rho, -1.0), 1.0) - self._average) / 4
-            if self._average < self._threshold and not self._large:
-                self._grow(self._growth)
-        if self._stalled(report.mean_loss):
-            self._grow(self._leap)
+            if self._average < self._threshold and not self._cancels(self.size, report.memory):
+                self._grow(self._growth, report.memory)
+        if self._stalled(report.mean_loss, report.memory):
+            self._grow(self._leap, report.memory)
             self._losses.clear()
 
-    @property
-    def _large(self) -> bool:
-        """Whether a pass is eight mini-batches or fewer."""
-        return self.size * PASS >= self.cases
+    def _cancels(self, size: float, memory: float) -> bool:
+        """Whether the noise of such mini-batches cancels in what momentum remembers."""
+        return size * PASS >= self.cases and memory * size >= PASSES * self.cases
 
-    def _grow(self, factor: float) -> None:
-        largest = float(self._final) if self._large else min(self._final, self.cases / PASS)
-        self.size = min(self.size * factor, largest)
+    def _grow(self, factor: float, memory: float) -> None:
+        eighth = self.cases / PASS
+        stops = self.size < eighth and self._cancels(eighth, memory)
+        self.size = min(self.size * factor, eighth if stops else math.inf, float(self._final))
 
-    def _stalled(self, loss: float | None) -> bool:
+    def _stalled(self, loss: float | None, memory: float) -> bool:
         """Whether the losses, this one among them, have stopped falling."""
         if self._patience is None or loss is None or not math.isfinite(loss):
             return False
         count = self._patience
-        if self._large:
-            count = max(count, round(LongMemory().horizon(self.iteration)))
+        if self._cancels(self.size, memory):
+            count = max(count, round(memory))
         self._losses = [*self._losses, loss][-2 * count :]
         if len(self._losses) < 2 * count:
             return False
