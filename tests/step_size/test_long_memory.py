@@ -50,8 +50,9 @@ def test_as_far_towards_it_as_noise_says_and_as_leaves_half_of_what_M_predicts(s
     grid = torch.linspace(0, noise_of(confirmed), 2_001, dtype=torch.float64).tolist()
     allowed = free.predicted_change / 2 + 1e-12
     farthest = max(far for far in grid if model_change(Q, r, on_the_way(far)) <= allowed)
-    assert step.coefficients == pytest.approx(on_the_way(farthest), abs=1e-3)
-    assert step.remembered == pytest.approx(1 - 0.7 * farthest, abs=1e-3)
+    far = (1 - step.remembered) / 0.7
+    assert far == pytest.approx(farthest, abs=1e-3)
+    assert step.coefficients == pytest.approx(on_the_way(far))
     assert step.predicted_change == pytest.approx(model_change(Q, r, step.coefficients))
     assert step.slope == pytest.approx(
         sum(x * c for x, c in zip(r, step.coefficients, strict=True))
