@@ -18,7 +18,7 @@ mini-batches are not lower than those of the ten before by more than the standar
 noise is what is left to fight.
 
 Over a pass the noise cancels. Where momentum with a long memory (`LongMemory`) remembers several passes of
-a dozen mini-batches, their noise is gone from what it follows, and larger ones would only be fewer. From
+eight mini-batches, their noise is gone from what it follows, and larger ones would only be fewer. From
 there on ρ, which is of a single step, says nothing of use, and m grows where the loss has stopped falling
 for as many mini-batches as are remembered.
 """
@@ -34,7 +34,7 @@ from kronfac.errors import StateError
 from kronfac.report import StepReport
 from kronfac.training.batch_schedule import ScheduledBatchSampler
 
-PASS, PASSES = 12, 3
+PASS, PASSES = 8, 4
 """Mini-batches in a pass over the data, and passes that momentum remembers, from where ρ is no guide."""
 
 
@@ -53,7 +53,7 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
     Every case comes once before any comes again, in an order that is new each time: over such a pass the
     noise of the mini-batches cancels. With every ρ that the optimizer measures on a next mini-batch, an
     average of them below `threshold` makes m larger by the factor `growth`; and so does a loss that has
-    stopped falling by the factor `leap`. From a twelfth of the cases on, if the optimizer remembers three
+    stopped falling by the factor `leap`. From an eighth of the cases on, if the optimizer remembers four
     passes over them, only the latter does, and with more patience.
 
     Works as `DataLoader(data, batch_sampler=sampler)`, or by `data[sampler.next_indices()]`, and continues
@@ -157,9 +157,9 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         return size * PASS >= self.cases and memory * size >= PASSES * self.cases
 
     def _grow(self, factor: float, memory: float) -> None:
-        enough = self.cases / PASS
-        stops = self.size < enough and self._cancels(enough, memory)
-        self.size = min(self.size * factor, enough if stops else math.inf, float(self._final))
+        eighth = self.cases / PASS
+        stops = self.size < eighth and self._cancels(eighth, memory)
+        self.size = min(self.size * factor, eighth if stops else math.inf, float(self._final))
 
     def _stalled(self, loss: float | None, memory: float) -> bool:
         """Whether the losses, this one among them, have stopped falling."""
