@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kronfac import ConjugateGradients, QuadraticModel
 from kronfac.step_size import LongMemory
 from kronfac.step_size.long_memory import noise_of
-from kronfac.step_size.quadratic_model import model_change
+from kronfac.step_size.quadratic_form import model_change
 
 EPS = 1e-16
 FREE = QuadraticModel()
@@ -68,6 +68,12 @@ def test_noise_falls_from_a_quarter_confirmed_to_a_half(confirmed):
 def test_the_memory_grows_with_the_iterations(iteration):
     expected = min(max(0.15 * iteration, 1), 100)
     assert LongMemory().horizon(iteration) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("confirmed", "steps"), [(-1.0, 30), (0.25, 30), (0.375, 15.5), (0.5, 1)])
+def test_the_more_noise_the_more_is_remembered(confirmed, steps):
+    assert RULE.horizon(200, confirmed) == pytest.approx(steps)
+    assert FREE.horizon(200, confirmed) == 1
 
 
 def test_what_is_confirmed_is_left_alone():

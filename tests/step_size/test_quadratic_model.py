@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from kronfac.step_size import QuadraticModel, RawStep, Step, within
-from kronfac.step_size.quadratic_model import model_change
+from kronfac.step_size.quadratic_form import model_change
 from tests.conftest import ALGEBRA, AUTODIFF, mlp, normal, spd
 from tests.reference import dense
 

@@ -11,13 +11,13 @@ from kronfac.step_size.levenberg_marquardt import (
     LevenbergMarquardt,
     Verdict,
 )
-from kronfac.step_size.long_memory import LongMemory, Matrix, Vector
+from kronfac.step_size.long_memory import LongMemory
+from kronfac.step_size.quadratic_form import Matrix, Vector, quadratic_form
 from kronfac.step_size.quadratic_model import (
     QuadraticModel,
     RawStep,
     Step,
     StepRule,
-    quadratic_form,
     within,
 )
 

@@ -14,11 +14,9 @@ directions swing for h iterations; the smaller c is, the more of them κα Δ st
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-Vector = Sequence[float]
-Matrix = Sequence[Sequence[float]]
+from kronfac.step_size.quadratic_form import Matrix, Vector, quadratic_form
 
 KEPT = 0.5
 """Of what M predicts for its own (α, μ), the share that has to be left."""
@@ -69,8 +67,8 @@ class LongMemory:
             # What neither F, λ nor η sees has no part, as in the minimiser.
             long.append(1 - 1 / self.horizon(iteration) if Q[1][1] > 0 else 0.0)
         way = [there - here for there, here in zip(long, best, strict=True)]
-        rise = _half_square(Q, way)
-        allowed = (1 - KEPT) * _half_square(Q, best)  # −M at its minimiser
+        rise = quadratic_form(Q, way)
+        allowed = (1 - KEPT) * quadratic_form(Q, best)  # twice −M at its minimiser, as `rise` is
         far = min(noise, math.sqrt(allowed / rise) if rise > allowed else 1.0)
         blend = tuple(here + far * step for here, step in zip(best, way, strict=True))
         return blend, 1 - far * (1 - self.kept)
@@ -79,10 +77,3 @@ class LongMemory:
 def noise_of(confirmed: float) -> float:
     """From 0, where M is trusted, to 1."""
     return min(max((TRUST - confirmed) / (TRUST - NOISE), 0.0), 1.0)
-
-
-def _half_square(Q: Matrix, c: Vector) -> float:
-    """½ cᵀQc."""
-    return (
-        sum(x * q * y for x, row in zip(c, Q, strict=True) for q, y in zip(row, c, strict=True)) / 2
-    )

@@ -3,16 +3,15 @@
     M(δ) − M(0) = ½ δᵀ(F + (λ + η)I)δ + ∇hᵀδ,   δ = Σ_j c_j v_j
 
 For directions v_j that is ½ cᵀQc + rᵀc with Q_ij = v_iᵀ(F + (λ + η)I)v_j and r_j = ∇hᵀv_j: the
-directions are Δ alone (c = α), or Δ and the previous update δ₀ (c = α, μ). All of it is a handful of
-Python's numbers, float64 whatever the dtype of the tensors that they came from: for so few a tensor takes
-longer to make than the sums with it.
+directions are Δ alone (c = α), or Δ and the previous update δ₀ (c = α, μ).
 """
 
 import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
-from kronfac.step_size.long_memory import LongMemory, Matrix, Vector, noise_of
+from kronfac.step_size.long_memory import LongMemory, noise_of
+from kronfac.step_size.quadratic_form import Matrix, Vector, inner, model_change
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class StepRule(Protocol):
         """Steps of conjugate gradients on M, this one included."""
         ...
 
-    def horizon(self, iteration: int) -> float:
-        """Steps that momentum remembers at this iteration, where mini-batches are noisy."""
+    def horizon(self, iteration: int, confirmed: float = 0.0) -> float:
+        """Steps that momentum remembers at this iteration, 1 where what M predicts is confirmed."""
         ...
 
     def solve(
@@ -60,21 +59,6 @@ class StepRule(Protocol):
         this is.
         """
         ...
-
-
-def inner(u: Vector, v: Vector) -> float:
-    """uᵀv."""
-    return sum(x * y for x, y in zip(u, v, strict=True))
-
-
-def quadratic_form(Q: Matrix, c: Vector) -> float:
-    """cᵀQc."""
-    return inner(c, [inner(row, c) for row in Q])
-
-
-def model_change(Q: Matrix, r: Vector, c: Vector) -> float:
-    """½ cᵀQc + rᵀc."""
-    return inner([inner(row, c) / 2 + r_i for row, r_i in zip(Q, r, strict=True)], c)
 
 
 def _minimiser(Q: Matrix, r: Vector, precision: float) -> tuple[float, ...]:
@@ -146,8 +130,10 @@ class QuadraticModel:
         # Further steps of conjugate gradients start from a minimiser of M, and end where that is.
         return self.momentum and self.memory is not None and self.cg_steps == 1
 
-    def horizon(self, iteration: int) -> float:
-        return self.memory.horizon(iteration) if self.memory and self._remembers else 1.0
+    def horizon(self, iteration: int, confirmed: float = 0.0) -> float:
+        if not self._remembers or self.memory is None:
+            return 1.0
+        return 1 + noise_of(confirmed) * (self.memory.horizon(iteration) - 1)
 
     def solve(
         self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0, iteration: int = 1
@@ -173,7 +159,7 @@ class RawStep:
     bounded: ClassVar[bool] = False
     cg_steps: ClassVar[int] = 1
 
-    def horizon(self, iteration: int) -> float:
+    def horizon(self, iteration: int, confirmed: float = 0.0) -> float:
         return 1.0
 
     def solve(
