@@ -18,6 +18,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+CEILING = 0.95
+"""Of the moving averages' decay, in the paper: they remember 20 iterations."""
+
 
 @dataclass(frozen=True)
 class KroneckerFactors:
@@ -93,6 +96,11 @@ def sampling_error(factors: KroneckerFactors) -> float:
     return float(mean) / factors.cases**2
 
 
-def ema_decay(iteration: int, ceiling: float) -> float:
-    """ε = min(1 − 1/k, ceiling) [MG15 §5]: a plain average at first, then an exponential one."""
+def ema_decay(iteration: int, ceiling: float | None = None, memory: float = 1.0) -> float:
+    """ε = min(1 − 1/k, ceiling) [MG15 §5]: a plain average at first, then an exponential one.
+
+    Without a ceiling it is the paper's, or as long a memory as momentum has where that is longer.
+    """
+    if ceiling is None:
+        ceiling = max(CEILING, 1 - 1 / memory)
     return min(1 - 1 / iteration, ceiling)

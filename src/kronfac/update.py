@@ -155,7 +155,7 @@ class Update:
             generator,
             self.settings.inverse.needs_neighbours,
             before.factors,
-            ema_decay(k, fisher.ema_decay),
+            ema_decay(k, fisher.ema_decay, self.settings.step_size.horizon(k, before.confidence)),
         )
         return factors, generator.get_state()
 

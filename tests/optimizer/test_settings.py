@@ -23,6 +23,7 @@ from kronfac import (
     SampledFisher,
     TiedGamma,
 )
+from kronfac.factors import ema_decay
 from tests.conftest import mlp, normal
 from tests.optimizer.pseudocode import Pseudocode, low_rank_is_cheaper
 from tests.optimizer.runs import agree, targets_for
@@ -268,7 +269,9 @@ def test_the_papers_constants():
     assert settings["fisher_fraction"] == 0.25
     # Of the method itself, not of the experiments.
     optimizer = KFAC(mlp([4, 3]), kronfac.Bernoulli(), weight_decay=1e-5, **settings)
-    assert optimizer.settings.fisher == SampledFisher(samples=1, ema_decay=0.95)
+    fisher, step_size = optimizer.settings.fisher, optimizer.settings.step_size
+    assert fisher == SampledFisher(samples=1)
+    assert ema_decay(500, fisher.ema_decay, step_size.horizon(500, confirmed=0.0)) == 0.95
     assert optimizer.settings.inverse == BlockDiagonalInverse(low_rank=False)
     assert optimizer.state_dict()["kfac"]["gamma"] == pytest.approx(12.247449, rel=1e-6)
 

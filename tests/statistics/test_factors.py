@@ -48,6 +48,20 @@ def test_decay_is_that_of_a_plain_average_up_to_its_ceiling(iteration, ceiling, 
     assert ema_decay(iteration, ceiling) == pytest.approx(expected, rel=1e-15)
 
 
+@pytest.mark.parametrize(
+    ("iteration", "memory", "expected"),
+    [
+        (10, 80.0, 0.9),  # a plain average all the same
+        (30, 1.0, 0.95),
+        (300, 20.0, 0.95),
+        (300, 45.0, 1 - 1 / 45),
+    ],
+)
+def test_without_a_ceiling_it_is_the_papers_or_that_of_momentum(iteration, memory, expected):
+    assert ema_decay(iteration, memory=memory) == pytest.approx(expected, rel=1e-15)
+    assert ema_decay(iteration, 0.5, memory) == 0.5
+
+
 def test_without_a_past_it_is_the_weighted_sum_of_outer_products():
     value = averaged(None, 0.9, rows(0), rows(5))
     for i in range(3):

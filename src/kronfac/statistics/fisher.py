@@ -21,14 +21,15 @@ from kronfac.likelihoods import Likelihood
 class Fisher(ABC):
     """How the output-space vectors are chosen that are propagated back into G."""
 
-    ema_decay: float = 0.95
-    """Ceiling of the moving average's decay ε = min(1 − 1/k, ceiling) [MG15 §5]."""
+    ema_decay: float | None = None
+    """Ceiling of the moving average's decay ε = min(1 − 1/k, ceiling) [MG15 §5]; None for the paper's 0.95,
+    or 1 − 1/h where momentum remembers more than 20 steps, h of them (`LongMemory`)."""
     seed: int = 0
     """Of the generator that the targets are drawn with."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"ema_decay lies in [0, 1); got {self.ema_decay}.")
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay lies in [0, 1), or is None; got {self.ema_decay}.")
 
     def noise(
         self,
