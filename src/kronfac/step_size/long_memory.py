@@ -16,10 +16,10 @@ directions swing for h iterations; the smaller c is, the more of them κα Δ st
 import math
 from dataclasses import dataclass
 
-from kronfac.step_size.quadratic_form import Matrix, Vector, quadratic_form
+from kronfac.step_size.quadratic_form import Matrix, Vector, model_change
 
-KEPT = 0.5
-"""Of what M predicts for its own (α, μ), the share that has to be left."""
+COST = 1 / 3
+"""Of what M predicts for the part along Δ, what u may take back."""
 NOISE, TRUST = 0.25, 0.5
 """Of what M predicts, the part confirmed at which steps are noise, and at which M is trusted."""
 
@@ -37,7 +37,7 @@ class LongMemory:
 
     taken: float = 0.5
     kept: float = 0.3
-    share: float = 0.15
+    share: float = 0.2
     longest: float = 100.0
 
     def __post_init__(self) -> None:
@@ -54,24 +54,30 @@ class LongMemory:
     def blended(
         self, Q: Matrix, r: Vector, best: Vector, noise: float, iteration: int
     ) -> tuple[tuple[float, ...], float]:
-        """The coefficients `noise` of the way from M's minimiser to this rule's, and c there.
-
-        On that way M rises with the square of the distance: no farther than where `KEPT` of what it
-        predicts is left.
-        """
+        """The coefficients `noise` of the way from M's minimiser to this rule's, and c there."""
         slope, curvature = r[0], Q[0][0]
         if not curvature > 0:
             return tuple(best), 1.0
         long = [-self.taken * slope / curvature]
         if len(best) > 1:
-            # What neither F, λ nor η sees has no part, as in the minimiser.
-            long.append(1 - 1 / self.horizon(iteration) if Q[1][1] > 0 else 0.0)
-        way = [there - here for there, here in zip(long, best, strict=True)]
-        rise = quadratic_form(Q, way)
-        allowed = (1 - KEPT) * quadratic_form(Q, best)  # twice −M at its minimiser, as `rise` is
-        far = min(noise, math.sqrt(allowed / rise) if rise > allowed else 1.0)
-        blend = tuple(here + far * step for here, step in zip(best, way, strict=True))
-        return blend, 1 - far * (1 - self.kept)
+            long.append(min(1 - 1 / self.horizon(iteration), self._affordable(Q, r, long[0])))
+        blend = tuple(a + noise * (b - a) for a, b in zip(best, long, strict=True))
+        return blend, 1 - noise * (1 - self.kept)
+
+    def _affordable(self, Q: Matrix, r: Vector, alpha: float) -> float:
+        """The largest μ at which u, added to αΔ, does not cost more than `COST` allows.
+
+        M's own minimiser is no measure of that: on a single mini-batch it undoes what the ones before
+        agreed on, many times over where that is flat.
+        """
+        curvature = Q[1][1]
+        if not curvature > 0:
+            return 0.0  # what neither F, λ nor η sees has no part, as in the minimiser
+        slope = r[1] + alpha * Q[0][1]
+        room = -COST * model_change([Q[0][:1]], r[:1], (alpha,))
+        # The positive root of μ slope + ½ μ² curvature = room, in the form that loses no digits.
+        root = math.sqrt(slope**2 + 2 * curvature * room)
+        return 2 * room / (slope + root) if slope > 0 else (root - slope) / curvature
 
 
 def noise_of(confirmed: float) -> float:
