@@ -37,7 +37,7 @@ class LongMemory:
 
     taken: float = 0.5
     kept: float = 0.3
-    share: float = 0.2
+    share: float = 0.15
     longest: float = 100.0
 
     def __post_init__(self) -> None:
