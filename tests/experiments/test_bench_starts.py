@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -37,10 +38,12 @@ def test_the_table_has_medians_spread_and_the_ratio_of_the_extremes():
 
 
 def test_what_was_not_reached_is_said():
-    trials = [trial("λ₀ 1", 0, 1000.0), trial("λ₀ 150", 0, None)]
+    given_up = replace(trial("λ₀ 150", 0, None), cases=9500, error=4.25)
+    trials = [trial("λ₀ 1", 0, 1000.0), given_up]
     (row,), runs = (table.rows for table in tables(trials))
     assert row == ["block-diagonal", "1,000", "–", "not reached"]
     assert runs[1][2:6] == ["–"] * 4
+    assert [run[-1] for run in runs] == ["", "stood at 4.25 after 9,500 cases"]
     assert math.isinf(trials[1].to(4.0, "cases"))
 
 

@@ -84,6 +84,11 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
     return min(values), max(values)
 
 
+def _stood(trial: StartTrial) -> str:
+    """Where a run was given up."""
+    return "" if trial.error is None else f"stood at {trial.error:.4g} after {trial.cases:,} cases"
+
+
 def _runs(trials: Sequence[StartTrial]) -> Table:
     rows = []
     for trial in trials:
@@ -102,7 +107,7 @@ def _runs(trials: Sequence[StartTrial]) -> Table:
                     number(trial.first_lambda),
                     number(trial.settled_lambda),
                     str(trial.taken_back),
-                    trial.message,
+                    trial.message or ("" if row is not None else _stood(trial)),
                 ]
             )
     return Table(
