@@ -72,6 +72,12 @@ class Page:
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.session.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
+    def wait(self, condition):
+        """The browser tells the page of new colours with its next frame, not at once."""
+        from selenium.webdriver.support.wait import WebDriverWait  # noqa: PLC0415
+
+        WebDriverWait(self.session, 20).until(lambda _: condition())
+
     def width(self, pixels, touch=False):
         size = {"width": pixels, "height": 900, "deviceScaleFactor": 1, "mobile": touch}
         self.session.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -220,12 +226,15 @@ def test_dark_mode_changes_page_and_plots(page):
             "bars": page.layout("time-plot", "font.color"),
         }
 
+    def changed():
+        now = look()
+        return all(light[part] != now[part] for part in light)
+
     light = look()
     page.colours("dark")
-    dark = look()
-    assert all(light[part] != dark[part] for part in light)
+    page.wait(changed)
     page.colours("light")
-    assert look() == light
+    page.wait(lambda: look() == light)
 
 
 def test_a_phone_needs_no_scrolling_sideways_but_in_tables(page):
