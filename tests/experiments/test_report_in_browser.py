@@ -233,8 +233,11 @@ def test_dark_mode_changes_page_and_plots(page):
     light = look()
     page.colours("dark")
     page.wait(changed)
+    dark = look()
+    assert all(light[part] != dark[part] for part in light)
     page.colours("light")
     page.wait(lambda: look() == light)
+    assert look() == light
 
 
 def test_a_phone_needs_no_scrolling_sideways_but_in_tables(page):
