@@ -48,7 +48,7 @@ def test_momentum_goes_on_with_its_memory_and_a_part_of_the_new_step():
             continue
         moved = [b - a for a, b in zip(start, joined(values(optimizer)), strict=True)]
         own = [d - report.mu * V for d, V in zip(moved, u, strict=True)]
-        c = LongMemory().kept  # where noise is all there is and M allows it, else more
+        c = LongMemory().kept  # where noise is all there is, else more
         shares = []
         for U, V, new in zip(state.remembered, u, own, strict=True):
             kept = U - report.mu * V

@@ -12,7 +12,7 @@ LEAST = 1e-3
 """γ by the sampling error is not smaller: a network that fits all its cases has next to no curvature, and
 steps from mini-batches there throw out single cases that are not among them."""
 FIRST_ITERATIONS = 20
-"""In which the moving averages fill up: they then forget at a rate of 1/20."""
+"""In which the moving averages fill up: they then forget at a rate of 1/20 or less."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class LongMemory:
         slope = r[1] + alpha * Q[0][1]
         room = -COST * model_change([Q[0][:1]], r[:1], (alpha,))
         # The positive root of μ slope + ½ μ² curvature = room, in the form that loses no digits.
-        root = math.sqrt(slope**2 + 2 * curvature * room)
+        root = math.hypot(slope, math.sqrt(2 * curvature * room))
         return 2 * room / (slope + root) if slope > 0 else (root - slope) / curvature
 
 

@@ -126,24 +126,24 @@ class QuadraticModel:
     cg_steps: ClassVar[int] = 1
 
     @property
-    def _remembers(self) -> bool:
-        # Further steps of conjugate gradients start from a minimiser of M, and end where that is.
-        return self.momentum and self.memory is not None and self.cg_steps == 1
+    def _used(self) -> LongMemory | None:
+        """The memory; none for conjugate gradients, which go on from a minimiser of M."""
+        return self.memory if self.momentum and self.cg_steps == 1 else None
 
     def horizon(self, iteration: int, confirmed: float = 0.0) -> float:
-        if not self._remembers or self.memory is None:
+        memory = self._used
+        if memory is None:
             return 1.0
-        return 1 + noise_of(confirmed) * (self.memory.horizon(iteration) - 1)
+        return 1 + noise_of(confirmed) * (memory.horizon(iteration) - 1)
 
     def solve(
         self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0, iteration: int = 1
     ) -> Step:
         coefficients = _minimiser(Q, r, precision)
-        noise = noise_of(confirmed)
-        if not self._remembers or noise == 0:
+        memory, noise = self._used, noise_of(confirmed)
+        if memory is None or noise == 0:
             return Step(coefficients, model_change(Q, r, coefficients))
-        assert self.memory is not None
-        blend, kept = self.memory.blended(Q, r, coefficients, noise, iteration)
+        blend, kept = memory.blended(Q, r, coefficients, noise, iteration)
         return Step(blend, model_change(Q, r, blend), inner(r, blend), kept)
 
 
