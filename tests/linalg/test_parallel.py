@@ -11,7 +11,14 @@ import torch
 from torch.testing import assert_close
 
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
-from kronfac.linalg import add_to_diagonal, cholesky, each, shifted_choleskys, shifted_inverses
+from kronfac.linalg import (
+    add_to_diagonal,
+    cholesky,
+    each,
+    inverse,
+    shifted_choleskys,
+    shifted_inverses,
+)
 from kronfac.linalg.parallel import LARGE, _pool
 from tests.conftest import ALGEBRA, forked, normal, psd, spd
 
@@ -126,20 +133,37 @@ def test_shifted_inverses(threads):
     matrices, shifts, names = _shifted()
     kept = [M.clone() for M in matrices]
     found = shifted_inverses(matrices, shifts, names)
-    for M, shift, inverse in zip(matrices, shifts, found, strict=True):
+    for M, shift, inverted in zip(matrices, shifts, found, strict=True):
         expected = torch.linalg.inv(M + shift * torch.eye(len(M), dtype=M.dtype))
-        assert_close(inverse, expected, **ALGEBRA)
-        assert torch.equal(inverse, inverse.mT)
+        assert_close(inverted, expected, **ALGEBRA)
+        assert torch.equal(inverted, inverted.mT)
     assert all(map(torch.equal, matrices, kept))
+
+
+def test_inverses_in_place_are_those_of_copies_to_the_last_bit(threads):
+    matrices, shifts, names = _shifted()
+    large = [i for i, M in enumerate(matrices) if len(M) >= LARGE]
+    found = shifted_inverses(matrices, shifts, names)
+    torch.set_num_threads(1)  # as for each of them
+    for i in large:
+        assert torch.equal(found[i], inverse(add_to_diagonal(matrices[i], shifts[i])))
+
+
+@pytest.mark.parametrize("size", [30, LARGE + 40])
+def test_a_matrix_that_only_float64_can_invert_in_place(size):
+    A = psd(size, size * 2 // 3).float()
+    assert int(torch.linalg.cholesky_ex(A)[1]) != 0
+    (found,) = shifted_inverses([A], [torch.zeros(())], ["A"])
+    assert torch.equal(found, inverse(A))
 
 
 def test_small_matrices_of_one_shape_are_inverted_in_one_call(monkeypatch):
     shapes = []
     genuine = torch.linalg.cholesky_ex
 
-    def counting(M):
+    def counting(M, **more):
         shapes.append(tuple(M.shape))
-        return genuine(M)
+        return genuine(M, **more)
 
     monkeypatch.setattr(torch.linalg, "cholesky_ex", counting)
     shifted_inverses(*_shifted())

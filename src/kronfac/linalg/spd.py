@@ -47,7 +47,7 @@ def cholesky(A: Tensor, name: str = "matrix") -> Tensor:
     """
     L: Tensor
     L, info = torch.linalg.cholesky_ex(A)
-    if int(info) == 0 and bool(L.diagonal().isfinite().all()):
+    if _succeeded(L, info):
         return L
     if not bool(A.isfinite().all()):
         raise NonFiniteError(f"{name} ({A.shape[0]} × {A.shape[1]}) holds NaN or infinity.")
@@ -66,6 +66,12 @@ def cholesky(A: Tensor, name: str = "matrix") -> Tensor:
     )
 
 
+def _succeeded(L: Tensor, info: Tensor) -> bool:
+    """Whether all of these factors are what they should be."""
+    good = (info == 0).all() & L.diagonal(dim1=-2, dim2=-1).isfinite().all()
+    return bool(good)
+
+
 def inverse_from_cholesky(L: Tensor) -> Tensor:
     """A⁻¹ from A = L Lᵀ, symmetric to the last bit."""
     # LAPACK fills one triangle and torch mirrors it: no rounding between the two.
@@ -81,37 +87,48 @@ def shifted_choleskys(
     matrices: Sequence[Tensor], shifts: Sequence[Tensor], names: Sequence[str]
 ) -> list[Tensor]:
     """`cholesky` of each A + shift · I, in parallel."""
-
-    def one(A: Tensor, shift: Tensor, name: str) -> Tensor:
-        return cholesky(add_to_diagonal(A, shift), name)
-
-    return each(one, matrices, shifts, names)
+    return each(_shifted_cholesky, matrices, shifts, names, _rooms(matrices))
 
 
 def shifted_inverses(
     matrices: Sequence[Tensor], shifts: Sequence[Tensor], names: Sequence[str]
 ) -> list[Tensor]:
-    """`inverse` of each A + shift · I: equal shapes in one call where calls cost most, others in parallel.
-
-    A large shifted matrix is only there while it is inverted.
-    """
+    """`inverse` of each A + shift · I: small ones of equal shape in one call, others in parallel."""
     results: dict[int, Tensor] = {}
     for indices in _equal_shapes(matrices):
         stack = torch.stack([matrices[i] for i in indices])
         stack.diagonal(dim1=1, dim2=2).add_(torch.stack([shifts[i] for i in indices])[:, None])
         L, info = torch.linalg.cholesky_ex(stack)
-        good = (info == 0).all() & L.diagonal(dim1=1, dim2=2).isfinite().all()
-        if bool(good):  # else one by one, each as far as it gets
+        if _succeeded(L, info):  # else one by one, each as far as it gets
             results |= zip(indices, inverse_from_cholesky(L).unbind(), strict=True)
 
-    def one(A: Tensor, shift: Tensor, name: str) -> Tensor:
-        return inverse(add_to_diagonal(A, shift), name)
+    def one(A: Tensor, shift: Tensor, name: str, room: Tensor) -> Tensor:
+        L = _shifted_cholesky(A, shift, name, room)
+        return torch.cholesky_inverse(L, out=L)
 
     rest = [i for i in range(len(matrices)) if i not in results]
     left = [matrices[i] for i in rest]
-    computed = each(one, left, [shifts[i] for i in rest], [names[i] for i in rest])
+    computed = each(one, left, [shifts[i] for i in rest], [names[i] for i in rest], _rooms(left))
     results |= zip(rest, computed, strict=True)
     return [results[i] for i in range(len(matrices))]
+
+
+def _rooms(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Memory for what each becomes, in columns, as LAPACK works: shifted, factorised and inverted in place.
+
+    It comes from the calling thread: what other threads take and give back, the C library keeps for them.
+    """
+    return [M.new_empty(M.shape).mT for M in matrices]
+
+
+def _shifted_cholesky(A: Tensor, shift: Tensor, name: str, room: Tensor) -> Tensor:
+    """`cholesky` of A + shift · I, in `room`."""
+    room.copy_(A).diagonal().add_(shift)
+    info = torch.empty((), dtype=torch.int32, device=A.device)
+    torch.linalg.cholesky_ex(room, out=(room, info))
+    if _succeeded(room, info):
+        return room
+    return cholesky(add_to_diagonal(A, shift), name)
 
 
 def _equal_shapes(matrices: Sequence[Tensor]) -> list[list[int]]:
