@@ -73,7 +73,7 @@ class MiniBatchClosure:
         self.activations: dict[str, Tensor] | None = None
         """Set by a call in one chunk: what the layers returned, for K-FAC's own passes to reuse. In
         several chunks they would make memory that of the mini-batch; with dropout they have other masks, in
-        mixed precision another dtype."""
+        mixed precision another dtype, and hooks may have changed them."""
 
     def __call__(self) -> Tensor:
         """The loss over the whole mini-batch; gradients are left in the parameters."""
@@ -86,7 +86,9 @@ class MiniBatchClosure:
             targets = self._targets[part]
             with ExitStack() as stack:
                 again = not draws_masks(self._model) and not mixed(targets.device)
-                reusable = self._chunk >= cases and again
+                # A hook may change what a layer returned, and would do so once more.
+                hooked = any(layer.module._forward_hooks for layer in self._layers)
+                reusable = self._chunk >= cases and again and not hooked
                 wanted = self._keep_rows or reusable
                 captured = stack.enter_context(capture(self._layers)) if wanted else None
                 outputs = self._model(*(arg[part] for arg in self._args))

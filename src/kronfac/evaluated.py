@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from kronfac.closure import MiniBatchClosure, Rows
-from kronfac.errors import ClosureError, UnsupportedModelError
+from kronfac.errors import ClosureError
 from kronfac.inverses import ApproximateInverse
+from kronfac.layers import refuse_changes
 from kronfac.parameters import StaleGradients, as_loss, gradient, loss_at
 from kronfac.point import Evaluation, Network, Point, in_full_precision
 from kronfac.precision import Context
@@ -55,15 +56,10 @@ def evaluate(
 
     Raises:
         ClosureError: it did not do what a step needs.
-        UnsupportedModelError: a layer has been frozen.
+        UnsupportedModelError: the model has been changed, see `refuse_changes`.
     """
     parameters = [p for layer in network.layers for p in layer.parameters()]
-    for layer in network.layers:
-        if not all(p.requires_grad for p in layer.parameters()):
-            raise UnsupportedModelError(
-                f"Layer {layer.name!r} has been frozen since this KFAC was made, which trains it; make "
-                "a new one after changing the model."
-            )
+    refuse_changes(network.model, network.layers)
     own = closure if isinstance(closure, MiniBatchClosure) else None
     if own and own.objective is not network.objective:
         own = None  # another optimizer's, perhaps of another model: the recorder will see

@@ -105,7 +105,8 @@ def reparametrised():
         (reparametrised, "belongs to another kind of layer"),
         (nn.Tanh, "no trainable nn.Linear in Tanh"),
         (lambda: nn.Linear(2, 2).requires_grad_(False), "no trainable nn.Linear"),
-        (lambda: nn.Linear(2, 2, dtype=torch.complex64), "real floating-point parameters"),
+        (lambda: nn.Linear(2, 2, dtype=torch.complex64), "real parameters in float32 or float64"),
+        (lambda: nn.Linear(2, 2, dtype=torch.bfloat16), "float32 or float64.*autocast"),
     ],
 )
 def test_models_that_it_cannot_train_are_refused(model, message):

@@ -157,6 +157,33 @@ def test_tied_and_half_frozen_layers():
         KFAC(frozen, nn.MSELoss())
 
 
+def patched() -> nn.Module:
+    model = mlp([4, 5, 3])
+    genuine = model[0].forward
+    model[0].forward = lambda x: genuine(x).clamp(-0.1, 0.1)
+    return model
+
+
+def test_a_layer_with_a_forward_function_of_its_own_is_refused_and_keeps_it():
+    model = patched()
+    refused_step(model, "block_diagonal", UnsupportedModelError, "'0' has a forward function")
+    assert "forward" in model[0].__dict__
+
+
+@pytest.mark.parametrize("inverse", ["block_diagonal", "block_tridiagonal"])
+def test_normalisation_over_the_mini_batch(inverse):
+    norm = nn.BatchNorm1d(5, affine=False, dtype=torch.float64)
+    model = nn.Sequential(linear(4, 5), norm, nn.Tanh(), linear(5, 3))
+    refused_step(model, inverse, UnsupportedModelError, "'1' .BatchNorm1d. normalises over")
+    assert norm.num_batches_tracked == 0
+    norm.eval()
+    optimizer = KFAC(model, nn.MSELoss(), inverse=inverse)
+    x, y = normal(M, 4), normal(M, 3, seed=1)
+    first = optimizer.step(optimizer.closure(x, y))
+    assert optimizer.step(optimizer.closure(x, y)) < first
+    assert norm.num_batches_tracked == 0
+
+
 def refused_step(model: nn.Module, inverse: str, error: type[Exception], culprit: str) -> None:
     optimizer = KFAC(model, nn.MSELoss(), inverse=inverse)
     before = Snapshot.of(optimizer)

@@ -243,3 +243,41 @@ def test_inputs_that_do_not_fit_are_torchs_to_refuse() -> None:
         optimizer.step(optimizer.closure(normal(9, 5), y))
     with pytest.raises(UnsupportedModelError, match="batch of vectors"):
         optimizer.step(optimizer.closure(normal(9, 2, 4), normal(9, 2, 3)))
+
+
+def test_a_hook_that_changes_what_a_layer_returns_does_so_once() -> None:
+    losses = []
+    for own in (True, False):
+        model, x, y = mlp([3, 5, 1]), normal(64, 3), normal(64, 1, seed=1)
+        model[0].register_forward_hook(lambda module, args, outputs: 2 * outputs)
+        loss_fn = nn.MSELoss()
+        optimizer = KFAC(model, loss_fn, fisher="exact")
+
+        def closure(optimizer=optimizer, model=model, loss_fn=loss_fn, x=x, y=y) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = loss_fn(model(x), y)
+            loss.backward()
+            return loss
+
+        for _ in range(5):
+            loss = optimizer.step(optimizer.closure(x, y) if own else closure)
+        losses.append(loss.detach())
+    assert_close(losses[0], losses[1], **AUTODIFF)
+
+
+def test_a_bias_that_was_registered_before_its_weight() -> None:
+    model, x, y = mlp([3, 4, 2]), normal(16, 3), normal(16, 2, seed=1)
+    expected = [p.clone() for p in _trained(model, x, y)]
+    model = mlp([3, 4, 2])
+    for layer in (model[0], model[2]):
+        layer.weight = layer._parameters.pop("weight")  # as removing weight normalisation leaves it
+        assert list(layer._parameters) == ["bias", "weight"]
+    for parameter, other in zip(_trained(model, x, y), expected, strict=True):
+        assert torch.equal(parameter, other)
+
+
+def _trained(model: nn.Module, x: Tensor, y: Tensor) -> list[nn.Parameter]:
+    optimizer = KFAC(model, nn.MSELoss())
+    for _ in range(3):
+        optimizer.step(optimizer.closure(x, y))
+    return [p for i in (0, 2) for p in (model[i].weight, model[i].bias)]

@@ -1,6 +1,10 @@
 """Which layers of a model K-FAC trains."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from kronfac.errors import UnsupportedModelError
 from kronfac.layers.base import Layer
@@ -44,12 +48,41 @@ def find_layers(model: nn.Module) -> list[Layer]:
             f"KFAC found no trainable nn.Linear in {type(model).__name__}; it has nothing to train."
         )
     for layer in layers:
-        if not all(p.is_floating_point() for p in layer.parameters()):
+        if layer.dtype not in (torch.float32, torch.float64):
             raise UnsupportedModelError(
-                f"KFAC needs real floating-point parameters; layer {layer.name!r} has "
-                f"{layer.parameters()[0].dtype}."
+                f"KFAC needs real parameters in float32 or float64; layer {layer.name!r} has "
+                f"{layer.dtype}. Half precision is for the closure: call step inside torch.autocast."
             )
     return layers
+
+
+def refuse_changes(model: nn.Module, layers: Sequence[Layer]) -> None:
+    """Refuse what a step can't be made with; it may have come after the layers were found.
+
+    Raises:
+        UnsupportedModelError: one of the layers is frozen or has another forward function, or cases
+            depend on each other.
+    """
+    for layer in layers:
+        if not all(p.requires_grad for p in layer.parameters()):
+            raise UnsupportedModelError(
+                f"Layer {layer.name!r} has been frozen since this KFAC was made, which trains it; make "
+                "a new one after changing the model."
+            )
+        if "forward" in layer.module.__dict__:
+            raise UnsupportedModelError(
+                f"Layer {layer.name!r} has a forward function of its own, put in the place of its class's; "
+                "KFAC knows what an nn.Linear computes and would train something else. Put what it "
+                "adds into a module behind the layer."
+            )
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            name = next(name for name, other in model.named_modules() if other is module)
+            raise UnsupportedModelError(
+                f"Module {name!r} ({type(module).__name__}) normalises over the mini-batch, so that cases "
+                "depend on each other, and K-FAC's own passes would go into its running statistics. "
+                "Call .eval() on it, or leave it out."
+            )
 
 
 def _refuse_other_parameters(model: nn.Module, layers: list[Layer]) -> None:
