@@ -22,6 +22,10 @@ SIGNIFICANT = 2.0
 SUSPICIOUS = 4.0
 """Times the noise that the loss has to be above that of the mini-batch before for the step between them to
 be judged out of turn; two mini-batches at the same θ differ by more about once in a thousand times."""
+FAMILIAR = 10
+"""Iterations after which it is known by how much mini-batches differ, and that one is odd."""
+OUTLIER = 8.0
+"""Times the noise that one sample of it counts as at most."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ def judge(
     """ρ of the last step, (h(θ) − h(θ − δ)) / (M(δ) − M(0)) with h on the new rows.
 
     θ − δ was seen on the step's own rows and is now seen on these: the difference of the two losses is
-    the noise of sampling. A step after which h is higher by more than twice that is taken back.
+    the noise of sampling. A step after which h is higher by more than twice that is taken back. Where it
+    is the step's own rows that were odd, that is no excuse for the step.
 
     None if these rows can't tell: the loss is not finite before the step either, it is 0 before and after,
     or what changed is below its rounding error; and if there was no step to speak of.
@@ -81,15 +86,20 @@ def judge(
         return _against(rule, state, math.nan, f"the loss became {loss} after it.")
     scale = _scale(network, last, evaluation.batch.cases)
     loss, loss_before = scale * loss, scale * loss_before
-    rounding = _rounding(delta[0].dtype, loss, last.loss)
+    rounding = _rounding(delta[0].dtype, loss, loss_before)
     change = loss - loss_before - decay_change(network, evaluation.weight_decay, back)
     # What was predicted may vanish beside the loss that a bad step led to; the rise does not.
     if loss == loss_before or max(abs(last.predicted_change), abs(change)) <= rounding:
         return _invisible(state)
     rho = change / last.predicted_change
     unit = _unit(network, last)
-    sample = abs(loss_before - last.loss)
-    noise = max(sample, unit * (state.noise or 0.0))
+    sample, usual = abs(loss_before - last.loss), unit * (state.noise or 0.0)
+    noise = max(sample, usual)
+    if state.noise is not None and state.iteration >= FAMILIAR:
+        sample = min(sample, OUTLIER * max(usual, rounding))
+        far = SUSPICIOUS * max(usual, rounding)
+        if last.loss - loss_before > far:
+            noise = far
     if change > SIGNIFICANT * noise + rounding:
         cause = (
             f"on the next mini-batch the objective rose by {change:.3g} with it, where "

@@ -20,7 +20,7 @@ from kronfac.judgement import Judgement, judge, suspicious
 from kronfac.layers import find_layers
 from kronfac.likelihoods import objective_of
 from kronfac.parameters import forget_gradients, move, place
-from kronfac.point import Network, Point, RefusedError
+from kronfac.point import Evaluation, Network, Point, RefusedError
 from kronfac.precision import Context, full_precision
 from kronfac.report import Event, StepReport, Stopwatch
 from kronfac.settings import Settings, fisher_of, inverse_of
@@ -154,21 +154,23 @@ class KFAC(torch.optim.Optimizer):
         watch = Stopwatch()
         judging = self._judges_next()
         judgement: Judgement | None = None
+        odd = False
         while True:
             with watch("gradient"):
                 evaluated = self._evaluate(closure, callers)
             network = evaluated.network
             if judging and judgement is None:
                 with watch("reduction_ratio"):
-                    judgement = judge(
-                        network, self.settings.damping, evaluated.evaluation, self._state
-                    )
+                    evaluation = evaluated.evaluation
+                    odd = self._suspects(network, evaluation, float(evaluation.returned), None)
+                    judgement = judge(network, self.settings.damping, evaluation, self._state)
                 if judgement is not None and self._accept(network, judgement):
+                    odd = False  # it was the step
                     forget_gradients(self.layers)
                     continue  # at the parameters from before the step that was taken back
             with watch("gradient"):
                 point = evaluated.point()
-            report = self._advance(network, point, watch, judging)
+            report = self._advance(network, point, watch, judging, odd)
             if report is None:
                 judging = True  # out of turn: was it the last step, or is it these rows?
                 forget_gradients(self.layers)
@@ -222,9 +224,12 @@ class KFAC(torch.optim.Optimizer):
         return judgement.event is not None
 
     def _advance(
-        self, network: Network, point: Point, watch: Stopwatch, judged: bool
+        self, network: Network, point: Point, watch: Stopwatch, judged: bool, odd: bool
     ) -> StepReport | None:
-        """Compute a step and take it: all or nothing. None if the last step has to be judged first."""
+        """Compute a step and take it: all or nothing. None if the last step has to be judged first.
+
+        From `odd` rows it is a step that has to be judged by the next ones.
+        """
         try:
             transition = Update(network, self.settings)(point, self._state, watch)
         except RefusedError as refusal:
@@ -238,7 +243,7 @@ class KFAC(torch.optim.Optimizer):
             return None
         with watch("commit"):
             state = transition.state
-            if self._judges_next(state):
+            if odd or self._judges_next(state):
                 assert state.last is not None
                 kept = Kept(network.theta(), self._state.momentum)
                 state = replace(state, last=replace(state.last, kept=kept))
@@ -256,19 +261,23 @@ class KFAC(torch.optim.Optimizer):
         if under_way is not None and under_way is not state.refresh:
             under_way.outcomes.give_up()
 
-    def _suspects(self, network: Network, point: Point, loss: float, penalty: float | None) -> bool:
-        """Whether the last step has to be judged out of turn."""
+    def _suspects(
+        self, network: Network, evaluation: Evaluation, loss: float, penalty: float | None
+    ) -> bool:
+        """Whether something is wrong with the last step, which has to be judged then, or these rows."""
         state = self._state
         if penalty is None:
             penalty = state.last.penalty if state.last is not None else 0.0
-        rule, cases = self.settings.damping, point.batch.cases
+        rule, cases = self.settings.damping, evaluation.batch.cases
         return suspicious(network, rule, state, loss, penalty, cases)
 
     def _judges_next(self, state: State | None = None) -> bool:
         """Whether the step after this state judges the one before."""
         state = state or self._state
         last = state.last
-        return last is not None and self.settings.damping.judges(state.iteration + 1)
+        if last is None:
+            return False
+        return last.kept is not None or self.settings.damping.judges(state.iteration + 1)
 
     def _refusal(self, point: Point, watch: Stopwatch, refusal: RefusedError) -> StepReport:
         return StepReport(

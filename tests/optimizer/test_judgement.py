@@ -440,3 +440,58 @@ def test_mini_batches_that_are_fitted_to_rounding_move_nothing(noisy):
     assert (optimizer._state.confirmed is None) != noisy
     assert (fitted > 5) == noisy
     assert float(nn.CrossEntropyLoss()(model(x), y).detach()) < 10 * eps
+
+
+def regression(step: int) -> tuple[Tensor, Tensor]:
+    x = normal(100, 4, seed=1000 + step)
+    return x, torch.sin(2 * x[:, :1]) * x[:, 1:2]
+
+
+@pytest.mark.parametrize("at", [12, 31, 34, 35])
+@pytest.mark.parametrize("target", [1e3, 1e5])
+def test_a_step_from_a_mini_batch_that_is_far_off_is_judged_by_the_next_one(at, target):
+    """Also at iterations that do not judge, and though its own loss would explain any rise."""
+    model = mlp([4, 20, 20, 1], seed=2)
+    optimizer = KFAC(model, LOSS)
+    for step in range(1, at):
+        optimizer.step(optimizer.closure(*regression(step)))
+    before = parameters(optimizer)
+    x, y = regression(at)
+    y[0] = target
+    optimizer.step(optimizer.closure(x, y))
+    assert not optimizer.report.events
+    closure, seen = optimizer.closure(*regression(at + 1)), []
+
+    def recorded() -> Tensor:
+        seen.append(parameters(optimizer))
+        return closure()
+
+    optimizer.step(recorded)
+    assert [event.kind for event in optimizer.report.events] == ["taken_back"]
+    assert same(seen[-1], before)
+
+
+def test_an_odd_mini_batch_does_not_make_mini_batches_differ_by_more():
+    model = mlp([4, 20, 20, 1], seed=2)
+    optimizer = KFAC(model, LOSS)
+    for step in range(1, 35):
+        optimizer.step(optimizer.closure(*regression(step)))
+    usual = optimizer.state_dict()["kfac"]["noise"]
+    x, y = regression(35)
+    y[0] = 1e6
+    optimizer.step(optimizer.closure(x, y))
+    assert usual < optimizer.state_dict()["kfac"]["noise"] < 3 * usual
+
+
+def test_mini_batches_after_whole_data_are_not_odd_for_long():
+    model, (x, y) = mlp([4, 20, 20, 1], seed=2), regression(0)
+    y = y + 0.1 * normal(100, 1, seed=3)
+    optimizer = KFAC(model, LOSS)
+    for _ in range(30):
+        optimizer.step(optimizer.closure(x, y))
+    backs = []
+    for step in range(100):
+        rows = torch.randperm(100, generator=torch.Generator().manual_seed(step))[:20]
+        optimizer.step(optimizer.closure(x[rows], y[rows]))
+        backs.append(any(event.kind == "taken_back" for event in optimizer.report.events))
+    assert not any(backs[60:])

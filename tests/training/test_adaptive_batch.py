@@ -197,6 +197,14 @@ def test_a_summed_loss_is_compared_by_its_mean(reduction):
     assert optimizer.report.mean_loss == pytest.approx(expected, rel=1e-12)
 
 
+def test_losses_too_large_to_be_squared_are_no_reason_to_grow():
+    optimizer = Scripted()
+    sampler = AdaptiveBatchSampler(10_000, optimizer, initial=100, patience=2)
+    for iteration, loss in enumerate([1e160, 1e10, 1e150, 3e155, 1e308, 1e308], start=1):
+        optimizer.report = StepReport(iteration, loss, 1.0, 1.0, mean_loss=loss)
+        assert len(sampler.next_indices()) == 100
+
+
 def test_every_case_comes_once_before_any_comes_again():
     sampler = AdaptiveBatchSampler(50, Scripted(), initial=12)
     batches = [sampler.next_indices().tolist() for _ in range(25)]

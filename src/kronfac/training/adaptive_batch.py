@@ -24,7 +24,6 @@ for as many mini-batches as are remembered.
 """
 
 import math
-from statistics import fmean, variance
 from typing import Any, Protocol
 
 import torch
@@ -172,8 +171,9 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         if len(self._losses) < 2 * count:
             return False
         before, now = self._losses[:count], self._losses[count:]
-        error = math.sqrt((variance(before) + variance(now)) / count)
-        return fmean(before) - fmean(now) < error
+        (mean_before, variance_before), (mean_now, variance_now) = map(_moments, (before, now))
+        error = math.sqrt((variance_before + variance_now) / count)
+        return math.isfinite(error) and mean_before - mean_now < error
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers and two tensors, for `torch.save` and `torch.load(weights_only=True)`."""
@@ -197,3 +197,9 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         self._left = state["left"].cpu()
         self._losses = [float(loss) for loss in state["losses"]]
         self._last = self._optimizer.report
+
+
+def _moments(losses: list[float]) -> tuple[float, float]:
+    """Mean and variance; infinite where they are too large, for which Python's own raise errors."""
+    mean = sum(losses) / len(losses)
+    return mean, sum((loss - mean) * (loss - mean) for loss in losses) / (len(losses) - 1)
