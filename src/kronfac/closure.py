@@ -52,10 +52,16 @@ class MiniBatchClosure:
         keep_rows: bool,
     ) -> None:
         self._args = x if isinstance(x, tuple) else (x,)
+        for value in (*self._args, y):
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"KFAC.closure takes tensors; got a {type(value).__module__}."
+                    f"{type(value).__name__}. torch.as_tensor makes one."
+                )
         if any(len(arg) != len(y) for arg in self._args):
+            rows = ", ".join(str(len(arg)) for arg in self._args)
             raise TargetError(
-                f"KFAC.closure needs as many targets as inputs; got {len(y)} targets for "
-                f"{[len(arg) for arg in self._args]} inputs."
+                f"KFAC.closure needs as many targets as inputs; got {len(y)} targets for {rows} inputs."
             )
         if len(y) == 0:
             raise ValueError("KFAC.closure needs at least one case.")

@@ -100,6 +100,11 @@ class KFAC(torch.optim.Optimizer):
         inverse_interval: int | None = None,
         inverse_lag: int = 0,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "KFAC needs the model itself, whose layers it looks at, not its parameters: "
+                f"KFAC(model, loss); got a {type(model).__name__}."
+            )
         if not 0 <= weight_decay < math.inf:
             raise ValueError(f"weight_decay is finite and not negative; got {weight_decay}.")
         self.settings = Settings(

@@ -36,6 +36,14 @@ class Settings:
     inverse_lag: int = 0
 
     def __post_init__(self) -> None:
+        for name, method, remedy in (
+            ("damping", "judges", "FixedDamping(0.1)"),
+            ("gamma", "candidates", "FixedGamma(0.1)"),
+            ("step_size", "solve", "RawStep(0.1)"),
+        ):
+            rule = getattr(self, name)
+            if isinstance(rule, type) or not hasattr(rule, method):
+                raise ValueError(f"KFAC's {name} is a rule, such as {remedy}; got {rule!r}.")
         for name in ("statistics_fraction", "fisher_fraction"):
             fraction = getattr(self, name)
             if fraction is not None and not 0 < fraction <= 1:
@@ -109,6 +117,6 @@ def _chosen(what: str, choice: Any, names: dict[str, type[T]], kind: type[T]) ->
         choice = choice()
     if not isinstance(choice, kind):
         raise ValueError(
-            f"KFAC's {what} is one of {sorted(names)}, or a {kind.__name__}; got {choice!r}."
+            f"KFAC's {what} is one of {sorted(names)}, or an instance of {kind.__name__}; got {choice!r}."
         )
     return choice

@@ -338,11 +338,25 @@ def test_a_run_without_snapshots_has_no_pictures(tmp_path, report):
     assert "pictures" not in report(folder).ids
 
 
+def test_folders_of_runs_and_folders_of_other_things(tmp_path, report, capsys):
+    """What `kronfac report runs/*` is given after a demo and a benchmark."""
+    write_run(tmp_path / "runs" / "alone")
+    for name in ("kfac", "adamw"):
+        write_run(tmp_path / "runs" / "demo" / name)
+    (tmp_path / "runs" / "demo" / "report.html").write_text("a page", encoding="utf-8")
+    (tmp_path / "runs" / "bench").mkdir()
+    page = report(*sorted((tmp_path / "runs").iterdir()))
+    assert [run["name"] for run in page.data["runs"]] == ["alone", "adamw", "kfac"]
+    assert page.data["axes"] == ["seconds", "iteration", "cases"]
+    assert "Left out, as no runs" in capsys.readouterr().err
+    with pytest.raises(ReportError, match=r"'.*bench' is no run folder: it has no metrics.jsonl"):
+        report(tmp_path / "runs" / "bench")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda folder: None, "There is no run folder '.*lost'"),
-        (lambda folder: folder.mkdir(), "'.*lost' is no run folder: it has no metrics.jsonl"),
         (
             lambda folder: (write_run(folder) / "config.json").write_text("{"),
             r"cannot read '.*lost.config\.json'",
@@ -353,7 +367,7 @@ def test_a_run_without_snapshots_has_no_pictures(tmp_path, report):
         ),
     ],
 )
-def test_what_is_no_run_is_refused_in_one_line(tmp_path, report, make, message):
+def test_a_run_that_can_not_be_read_is_refused_in_one_line(tmp_path, report, make, message):
     make(tmp_path / "lost")
     with pytest.raises(ReportError, match=message) as error:
         report(write_run(tmp_path / "good"), tmp_path / "lost")

@@ -154,7 +154,8 @@ def describe(config: TrainConfig, task: Task) -> str:
         options = (
             ", ".join(f"{k} {v:g}" for k, v in given.items() if v is not None) or "its defaults"
         )
-    batch = "growing mini-batches" if config.batch == "paper" else f"mini-batches of {config.batch}"
+    named = {"paper": "growing mini-batches", "adaptive": "adaptive mini-batches"}
+    batch = named.get(str(config.batch), f"mini-batches of {config.batch}")
     return (
         f"{task.name}: {widths}, {type(task.loss).__name__} loss, {len(task.train):,} training and "
         f"{len(task.test):,} test cases\n{config.optimizer}: {options}, {batch}, "

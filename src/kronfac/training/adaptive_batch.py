@@ -105,6 +105,11 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
             raise ValueError(
                 f"AdaptiveBatchSampler needs 1 <= initial <= final; got {initial} and {final}."
             )
+        if not hasattr(optimizer, "report"):
+            raise TypeError(
+                "AdaptiveBatchSampler goes by what a KFAC reports of its steps; got a "
+                f"{type(optimizer).__name__}. ScheduledBatchSampler works with any optimizer."
+            )
         self._optimizer = optimizer
         self._final = min(cases, final or cases)
         self._threshold, self._growth = threshold, growth

@@ -4,6 +4,7 @@ import json
 import platform
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from html import escape
 from importlib.metadata import version
@@ -16,7 +17,7 @@ from plotly.offline import get_plotlyjs
 
 from kronfac.experiments.report import sections
 from kronfac.experiments.report.files import packaged, write_page
-from kronfac.experiments.report.runs import Run, read_runs
+from kronfac.experiments.report.runs import Run, read_runs, run_folders
 from kronfac.experiments.report.series import plot_data
 from kronfac.experiments.report.styles import run_styles
 from kronfac.experiments.report.tables import best_first, summary_table, verdict
@@ -33,7 +34,7 @@ class ReportConfig:
     """Write one HTML page, which needs no network, about one or more runs."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN...")]
-    """Folders that `kronfac train` wrote."""
+    """Folders that `kronfac train` wrote, or folders of such; others are left out."""
     output: Path = DEFAULT_OUTPUT
     """The page."""
 
@@ -102,7 +103,10 @@ class Page:
 
 def write_report(config: ReportConfig) -> Path:
     """Write the page about the runs and return where it is."""
-    return write_page(page_of(read_runs(config.runs), config.command).html, config.output)
+    folders, others = run_folders(config.runs)
+    if others:
+        print(f"Left out, as no runs: {', '.join(map(str, others))}", file=sys.stderr)
+    return write_page(page_of(read_runs(folders), config.command).html, config.output)
 
 
 def page_of(runs: list[Run], command: str) -> Page:

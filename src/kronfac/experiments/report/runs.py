@@ -115,6 +115,38 @@ class Run:
         return str(value) if isinstance(value, str | int | float) else None
 
 
+METRICS = "metrics.jsonl"
+"""What makes a folder a run."""
+
+
+def run_folders(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """The runs among the paths and directly in them, and the other paths: `runs/*` has all kinds.
+
+    Raises:
+        ReportError: one is not there, or there is no run at all.
+    """
+    folders: list[Path] = []
+    others: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise ReportError(
+                f"There is no run folder '{path}'. Name a folder that `kronfac train` wrote."
+            )
+        inside = sorted(found.parent for found in path.glob(f"*/{METRICS}"))
+        if (path / METRICS).is_file():
+            folders.append(path)
+        elif inside:
+            folders += inside
+        else:
+            others.append(path)
+    if not folders:
+        raise ReportError(
+            f"'{others[0]}' is no run folder: it has no {METRICS}. "
+            "Name a folder that `kronfac train` wrote."
+        )
+    return folders, others
+
+
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """The runs in the order given; a folder that is given twice is read once."""
     resolved = list(dict.fromkeys(folder.resolve() for folder in folders))
@@ -136,16 +168,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _read_run(folder: Path, name: str) -> Run:
-    if not folder.is_dir():
-        raise ReportError(
-            f"There is no run folder '{folder}'. Name a folder that `kronfac train` wrote."
-        )
-    if not (folder / "metrics.jsonl").is_file():
-        raise ReportError(
-            f"'{folder}' is no run folder: it has no metrics.jsonl. "
-            "Name a folder that `kronfac train` wrote."
-        )
-    rows, notes = _read_rows(folder / "metrics.jsonl")
+    rows, notes = _read_rows(folder / METRICS)
     snapshots = None
     if (folder / "reconstructions.npz").is_file():
         try:
