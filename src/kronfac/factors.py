@@ -90,9 +90,10 @@ def sampling_error(factors: KroneckerFactors) -> float:
     here as a mean over all parameters.
     """
     entries = [len(A) * len(G) for A, G in zip(factors.A, factors.G, strict=True)]
-    products = [A.trace() * G.trace() for A, G in zip(factors.A, factors.G, strict=True)]
+    traces = zip(factors.A, factors.G, strict=True)
+    products = [A.trace().double() * G.trace().double() for A, G in traces]
     weights = torch.tensor(entries, dtype=torch.float64) / sum(entries)
-    mean = torch.stack(products).cpu().double() @ weights
+    mean = torch.stack(products).cpu() @ weights
     return float(mean) / factors.cases**2
 
 

@@ -248,7 +248,7 @@ class KFAC(torch.optim.Optimizer):
             return None
         with watch("commit"):
             state = transition.state
-            if odd or self._judges_next(state):
+            if odd or transition.far or self._judges_next(state):
                 assert state.last is not None
                 kept = Kept(network.theta(), self._state.momentum)
                 state = replace(state, last=replace(state.last, kept=kept))
@@ -280,9 +280,10 @@ class KFAC(torch.optim.Optimizer):
         """Whether the step after this state judges the one before."""
         state = state or self._state
         last = state.last
+        rule = self.settings.damping
         if last is None:
             return False
-        return last.kept is not None or self.settings.damping.judges(state.iteration + 1)
+        return rule.judges(state.iteration + 1) or (rule.suspects and last.kept is not None)
 
     def _refusal(self, point: Point, watch: Stopwatch, refusal: RefusedError) -> StepReport:
         return StepReport(

@@ -46,11 +46,13 @@ class Proposal:
     loss: float
     """As the closure returned it."""
     penalty: float
-    """η/2 ‖θ‖², where the step is bounded."""
+    """η/2 ‖θ‖²."""
     loss_seen: bool
     """See `Evaluation.seen`."""
     curvature_share: float
     """δᵀ(F + ηI)δ / δᵀ(F + (λ + η)I)δ: what of the model's curvature is not λ's."""
+    far: bool
+    """Whether a step that is not bounded is longer than θ, so that θ + δ − δ has lost digits of θ."""
     change: float | None = None
     """h(θ + δ) − h(θ), where the proposal was judged by it."""
 
@@ -140,6 +142,8 @@ def propose(
         loss_seen=seen is not None
         and point.seen(found.loss, found.seen_loss, point.gradient[0].dtype),
         curvature_share=curvature / damped if damped > 0 else 1.0,
+        far=not step_size.bounded
+        and quadratic_form(found.inner, step.coefficients) > found.squares,
     )
 
 
@@ -183,7 +187,7 @@ class _Found:
     loss: float
     seen_loss: float
     squares: float
-    """‖θ‖², where the objective has it and the step is bounded."""
+    """‖θ‖², where the objective has it or the step is not bounded."""
 
 
 def _found(
@@ -197,7 +201,7 @@ def _found(
     """In the step's one synchronisation; None if something is not finite, the factors included."""
     count, seen = len(directions), point.batch.seen_loss
     products = _inner_products(directions, point.gradient)
-    squares = _squares(network) if bounded and point.weight_decay > 0 else []
+    squares = [] if bounded and point.weight_decay == 0 else _squares(network)
     # If all are finite, so are the factors' diagonals.
     traces = [M.trace() for M in (*factors.A, *factors.G)]
     losses = [point.returned, point.loss, point.loss if seen is None else seen]

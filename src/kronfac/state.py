@@ -40,7 +40,7 @@ class LastStep:
     loss: float
     """On its own rows, before it, as the closure returned it."""
     penalty: float
-    """η/2 ‖θ‖² before it, where the step was bounded."""
+    """η/2 ‖θ‖² before it."""
     predicted_change: float
     curvature_share: float
     kept: Kept | None

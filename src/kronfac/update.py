@@ -32,6 +32,8 @@ class Transition:
     delta: Matrices
     state: State
     report: StepReport
+    far: bool = False
+    """See `Proposal`: to take it back, the parameters have to be kept."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Update:
                 seconds=watch.seconds,
                 events=tuple(events),
             ),
+            far=best.far,
         )
 
     def _summed_cases(self, point: Point) -> int:

@@ -495,3 +495,32 @@ def test_mini_batches_after_whole_data_are_not_odd_for_long():
         optimizer.step(optimizer.closure(x[rows], y[rows]))
         backs.append(any(event.kind == "taken_back" for event in optimizer.report.events))
     assert not any(backs[60:])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_much_longer_than_theta_is_taken_back_to_the_bit(seed):
+    """θ + δ − δ has no digit of θ left where δ is 1e7 times as long."""
+    torch.manual_seed(seed)
+    sizes, parts = [8, 16, 16, 16, 1], []
+    for inputs, outputs in pairwise(sizes):
+        parts += [nn.Linear(inputs, outputs), nn.ReLU()]
+    model = nn.Sequential(*parts[:-1])
+    settings = kronfac.presets.paper() | {"damping": LevenbergMarquardt(1e-8)}
+    optimizer = KFAC(model, LOSS, **settings)
+    x = torch.randn(256, 8)
+    y = x[:, :1] * x[:, 1:2]
+    before: list[dict[str, Tensor]] = []
+    for _ in range(60):
+        rows = torch.randperm(256)[:4]
+        closure, seen = optimizer.closure(x[rows], y[rows]), []
+        before.append(parameters(optimizer))
+
+        def recorded(closure=closure, seen=seen) -> Tensor:
+            seen.append(parameters(optimizer))
+            return closure()
+
+        optimizer.step(recorded)
+        if any(event.kind == "taken_back" for event in optimizer.report.events):
+            break
+    assert len(before) < 60, "none was taken back"
+    assert same(seen[-1], before[-2])

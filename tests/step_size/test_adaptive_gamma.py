@@ -139,3 +139,11 @@ def test_the_floor_can_be_chosen():
 def test_settings_are_checked(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         AdaptiveGamma(**settings)
+
+
+@pytest.mark.parametrize("move", [-4.0, -1.0, 1.0, 4.0])
+def test_a_refresh_that_was_long_in_coming(move):
+    rule = AdaptiveGamma()
+    for gamma in (1e-4, 1.0):
+        tried = rule.candidates(60_000, gamma, 1.0, 0.0, Past(move=move, elapsed=30_000))
+        assert all(0 < value < math.inf for value in tried)

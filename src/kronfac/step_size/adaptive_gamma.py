@@ -8,6 +8,8 @@ from kronfac.factors import sampling_error
 from kronfac.step_size.gamma_search import FLOOR, Past
 
 _LONGEST = 4.0
+_LATEST = 1000
+"""Iterations since the last refresh that count for how far γ moves: powers of more are no numbers."""
 LEAST = 1e-3
 """γ by the sampling error is not smaller: a network that fits all its cases has next to no curvature, and
 steps from mini-batches there throw out single cases that are not among them."""
@@ -82,12 +84,13 @@ class AdaptiveGamma:
                 least = max(least, LEAST * math.sqrt(past.case_weight))
             sure = max(sure, least)
             return (min(sure, gamma) if iteration <= FIRST_ITERATIONS else sure,)
-        other = gamma * self.factor ** ((past.move or 1.0) * past.elapsed)
+        elapsed = min(past.elapsed, _LATEST)
+        other = gamma * self.factor ** ((past.move or 1.0) * elapsed)
         if past.drifted:
             other = math.sqrt(lambda_ + weight_decay)
         other = max(other, self._minimum(weight_decay))
         if other == gamma:  # at the floor, from where there is only up
-            other = gamma / self.factor**past.elapsed
+            other = gamma / self.factor**elapsed
         return gamma, other
 
     def moved(self, move: float, candidates: tuple[float, ...], chosen: float) -> float:
