@@ -20,7 +20,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 .PHONY: help setup demo checks browser test nightly format clean
 
 help:
-	@echo "make demo      train a small network with K-FAC"
+	@echo "make demo      train a deep autoencoder with K-FAC and two others, two minutes"
 	@echo "make test      all checks and the fast tests"
 	@echo "make nightly   all checks and all tests, the slow ones too"
 	@echo "make format    format the code and apply safe lint fixes"

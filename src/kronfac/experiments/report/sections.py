@@ -22,7 +22,7 @@ DASHES = {"solid": "none", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3"}
 TRACES = {
     "lambda": ("λ", "log", "damping of the quadratic model, after the step"),
     "gamma": ("γ", "log", "damping of the approximate inverse"),
-    "alpha": ("α", "log", "coefficient of the new direction"),
+    "alpha": ("α", "log", "coefficient of the new direction; others: their learning rate"),
     "mu": ("μ", "linear", "coefficient of the previous update"),
     "rho": ("ρ", "linear", "change of the objective over the predicted one"),
     "loss": ("Loss", "log", "of the mini-batch, before the step"),
@@ -87,10 +87,15 @@ def trace_section(data: dict[str, Any]) -> tuple[str, str, str] | None:
     if not plots:
         return None
     note = (
-        '<p class="note">Only runs that have the quantity; against the same axis as the error. Long '
-        "runs are thinned, the lowest and highest values of every stretch kept. Dotted in the plot "
-        "of ρ: λ grows below ¼ and shrinks above ¾; what lies outside −1…3 is drawn at the edge.</p>"
+        "Only runs that have the quantity; against the same axis as the error. Long runs are thinned, the "
+        "lowest and highest values of every stretch kept."
     )
+    if any("rho" in run["traces"] for run in data["runs"]):
+        note += (
+            " Dotted in the plot of ρ: λ grows below ¼ and shrinks above ¾; what lies outside −1…3 is "
+            "drawn at the edge."
+        )
+    note = f'<p class="note">{note}</p>'
     return "steps", "Step by step", f'{note}<div class="multiples">{"".join(plots)}</div>'
 
 
