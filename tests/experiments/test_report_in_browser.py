@@ -182,16 +182,17 @@ def test_toggles_add_and_take_away_curves(page):
 
 
 def test_buttons_work_from_the_keyboard(page):
-    button = page.find('button[data-control="x"][data-value="cases"]')
+    assert page.layout("error-plot", "xaxis.title.text") == "optimizer time, seconds"
+    button = page.find('button[data-control="x"][data-value="iteration"]')
     page.run("arguments[0].focus()", button)
     button.send_keys(" ")
-    assert page.layout("error-plot", "xaxis.title.text") == "training cases seen"
+    assert page.layout("error-plot", "xaxis.title.text") == "iterations"
     # Tab goes on to the next button.
     button.send_keys("\ue004")
     following = page.session.switch_to.active_element
-    assert following.get_attribute("data-value") == "seconds"
+    assert following.get_attribute("data-value") == "cases"
     following.send_keys("\ue007")
-    assert page.layout("error-plot", "xaxis.title.text") == "optimizer time, seconds"
+    assert page.layout("error-plot", "xaxis.title.text") == "training cases seen"
 
 
 def test_pointing_at_a_curve_shows_its_values(page):
