@@ -77,8 +77,7 @@ def judge(
     if last is None or delta is None or last.predicted_change == 0:
         return None
     back = tuple(V.neg() for V in delta)
-    seen = evaluation.batch.seen_loss
-    loss_seen = seen is not None and evaluation.seen(loss, float(seen), delta[0].dtype)
+    loss_seen = evaluation.loss_seen(delta[0].dtype)
     loss_before = float(moved_loss(network, evaluation, loss_seen, back))
     if not math.isfinite(loss_before) or loss == loss_before == 0:
         return None

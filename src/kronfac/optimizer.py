@@ -16,6 +16,7 @@ from kronfac.closure import MiniBatchClosure
 from kronfac.errors import ClosureError, StateError
 from kronfac.evaluated import Evaluated, evaluate
 from kronfac.inverses import ApproximateInverse
+from kronfac.iterate_average import updated_average
 from kronfac.judgement import Judgement, judge, suspicious
 from kronfac.layers import find_layers
 from kronfac.likelihoods import objective_of
@@ -247,7 +248,8 @@ class KFAC(torch.optim.Optimizer):
         if not judged and self._suspects(network, point, last.loss, last.penalty):
             return None
         with watch("commit"):
-            state = transition.state
+            average = updated_average(network, self.settings.step_size, self._state)
+            state = replace(transition.state, average=average)
             if odd or transition.far or self._judges_next(state):
                 assert state.last is not None
                 kept = Kept(network.theta(), self._state.momentum)

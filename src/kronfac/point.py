@@ -82,6 +82,11 @@ class Evaluation:
         tolerance = LOSS_TOLERANCE * torch.finfo(dtype).eps * largest
         return math.isfinite(largest) and abs(loss - seen_loss) <= tolerance
 
+    def loss_seen(self, dtype: torch.dtype) -> bool:
+        """The same of its own loss, for which the host waits."""
+        seen = self.batch.seen_loss
+        return seen is not None and self.seen(float(self.loss), float(seen), dtype)
+
 
 @dataclass(frozen=True)
 class Point(Evaluation):
@@ -108,11 +113,10 @@ def in_full_precision(network: Network, evaluation: Evaluation) -> Evaluation:
     The change of the loss with a step is the difference of two such; in half precision it would be rounding
     error. By how much `returned` differs is for a judgement to know, as noise: so does the gradient.
     """
-    loss, seen, batch = evaluation.loss, evaluation.batch.seen_loss, evaluation.batch
-    if seen is None or not evaluation.seen(float(loss), float(seen), network.layers[0].dtype):
+    if not evaluation.loss_seen(network.layers[0].dtype):
         return evaluation
-    loss = _loss(network, batch)
-    return replace(evaluation, loss=loss, batch=replace(batch, seen_loss=loss))
+    loss = _loss(network, evaluation.batch)
+    return replace(evaluation, loss=loss, batch=replace(evaluation.batch, seen_loss=loss))
 
 
 def _loss(network: Network, batch: Batch, parameters: Mapping[str, Tensor] | None = None) -> Tensor:

@@ -107,7 +107,7 @@ def propose(
         damping = before.lambda_ + point.weight_decay
         Q = _sum(found.fisher, found.inner, damping)
         precision = torch.finfo(point.gradient[0].dtype).eps
-        step = step_size.solve(Q, found.slopes, precision, before.confidence, before.iteration + 1)
+        step = step_size.solve(Q, found.slopes, precision, before.experience)
         if not math.isfinite(step.predicted_change):
             raise RefusedError("The predicted change of the objective is not finite.")
         penalty = point.weight_decay / 2 * found.squares

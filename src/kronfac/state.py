@@ -4,6 +4,7 @@
 generator included; so this state has its own way into and out of plain dictionaries.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,8 +18,9 @@ from kronfac.inverses import ApproximateInverse, DampedInverse
 from kronfac.inverses.base import pack
 from kronfac.layers import Layer, Matrices
 from kronfac.refresh import Refresh, packed, unpacked
+from kronfac.step_size import Experience
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ class State:
     noise: float | None = None
     """By how much the loss differs from one mini-batch to another at the same θ, averaged; of a summed
     loss per case."""
+    average: Matrices | None = None
+    """θ̄, of the iterates of late, where mini-batches are noisy."""
+    memory: float = math.inf
+    """See `Experience`."""
     decayed: Matrices | None = None
     """η F̆⁻¹θ as of the last refresh, for the low-rank route [MG15 §8]."""
 
@@ -92,6 +98,11 @@ class State:
     def confidence(self) -> float:
         """`confirmed`, and 1 where that is not known."""
         return 1.0 if self.confirmed is None else self.confirmed
+
+    @property
+    def experience(self) -> Experience:
+        """For the next step."""
+        return Experience(self.iteration + 1, self.confidence, self.memory)
 
 
 def save(state: State, layers: Sequence[Layer], inverse: ApproximateInverse) -> dict[str, Any]:
@@ -157,6 +168,8 @@ def load(
         judged_iteration=int(saved["judged_iteration"]),
         confirmed=saved["confirmed"],
         noise=saved["noise"],
+        average=placed(saved["average"]),
+        memory=float(saved["memory"]),
         last=saved["last"] and _last_step(placed(saved["last"])),
         decayed=placed(saved["decayed"]),
     )

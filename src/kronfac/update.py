@@ -13,6 +13,7 @@ from torch import Tensor
 from kronfac.factors import KroneckerFactors, ema_decay
 from kronfac.first_damping import first_lambda
 from kronfac.inverses import DampedInverse
+from kronfac.iterate_average import memory_length
 from kronfac.layers import Matrices
 from kronfac.minibatch import Batch
 from kronfac.point import Network, Point, check_finite, objective_change
@@ -52,6 +53,10 @@ class Update:
         settings = self.settings
         k = before.iteration + 1
         events: list[Event] = []
+        with watch("reduction_ratio"):
+            before = replace(
+                before, memory=memory_length(self.network, settings.step_size, point, before)
+            )
         with watch("statistics"):
             S1, S2 = self._curvature_rows(point.batch)
             factors, generator = self._updated_factors(point, S1, before, k)
@@ -89,6 +94,7 @@ class Update:
             rising = best.step.predicted_change > 0
             lambda_ = settings.damping.updated(lambda_, math.nan if rising else rho)
         alpha, *mu = best.step.coefficients
+        memory = settings.step_size.long_memory
         return Transition(
             delta=best.delta,
             state=replace(
@@ -122,7 +128,7 @@ class Update:
                 predicted_change=best.step.predicted_change,
                 cases=point.batch.cases,
                 mean_loss=best.loss / self._summed_cases(point),
-                memory=settings.step_size.horizon(k),
+                memory=1.0 if memory is None else memory.horizon(before.experience),
                 trials=trials,
                 seconds=watch.seconds,
                 events=tuple(events),
@@ -147,7 +153,8 @@ class Update:
         """The moving averages with S₁ in them, and the generator's state after its draws [§5]."""
         generator = torch.Generator(device=point.gradient[0].device)
         generator.set_state(before.generator)
-        fisher = self.settings.fisher
+        fisher, memory = self.settings.fisher, self.settings.step_size.long_memory
+        remembered = 1.0 if memory is None else memory.statistics(before.experience)
         factors = estimate(
             self.network.model,
             self.network.layers,
@@ -158,7 +165,7 @@ class Update:
             generator,
             self.settings.inverse.needs_neighbours,
             before.factors,
-            ema_decay(k, fisher.ema_decay, self.settings.step_size.horizon(k, before.confidence)),
+            ema_decay(k, fisher.ema_decay, remembered),
         )
         return factors, generator.get_state()
 

@@ -145,7 +145,7 @@ UNFIT = {
         lambda: torch.optim.Adam(mlp([4, 5, 3]).parameters()).state_dict(),
         "no entry 'kfac'",
     ),
-    "another version": (lambda: _edited(_trained().state_dict(), version=1), "version 5; got 1"),
+    "another version": (lambda: _edited(_trained().state_dict(), version=1), "version 6; got 1"),
     "no version": (lambda: _without(_trained().state_dict(), "version"), "version"),
     "other layers": (lambda: _trained(_named("a", "b")).state_dict(), r"\['a', 'b'\]"),
     "more layers": (lambda: _trained(mlp([4, 5, 5, 3])).state_dict(), r"\['0', '2', '4'\]"),

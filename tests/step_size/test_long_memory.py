@@ -9,13 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kronfac import ConjugateGradients, QuadraticModel
-from kronfac.step_size import LongMemory
-from kronfac.step_size.long_memory import noise_of
+from kronfac.step_size import Experience, LongMemory
 from kronfac.step_size.quadratic_form import model_change
 
 EPS = 1e-16
 FREE = QuadraticModel()
 RULE = QuadraticModel(memory=LongMemory())
+
+
+def at(iteration: int, confirmed: float = -1.0, memory: float = math.inf) -> Experience:
+    return Experience(iteration, confirmed, memory)
 
 
 def problem(seed: int) -> tuple[list[list[float]], list[float]]:
@@ -31,7 +34,7 @@ def test_where_all_is_noise_a_part_of_the_best_step_alone_and_all_of_the_memory(
     # Where the memory is short and conjugate to Δ, M allows the whole way.
     Q, r = [[Q[0][0], 0.0], [0.0, Q[1][1] / 1e6]], [r[0], -Q[1][1] / 1e6]
     (alone,) = QuadraticModel(momentum=False).solve([Q[0][:1]], r[:1], EPS).coefficients
-    step = RULE.solve(Q, r, EPS, confirmed=0.1, iteration=200)
+    step = RULE.solve(Q, r, EPS, at(200, 0.1))
     assert step.coefficients == pytest.approx((0.5 * alone, 1 - 1 / 30))
     assert step.remembered == pytest.approx(0.3)
 
@@ -41,12 +44,12 @@ def test_where_all_is_noise_a_part_of_the_best_step_alone_and_all_of_the_memory(
 def test_as_far_towards_it_as_noise_says_and_u_costs_a_third_at_most(seed, confirmed):
     Q, r = problem(seed)
     free = FREE.solve(Q, r, EPS)
-    step = RULE.solve(Q, r, EPS, confirmed, 100)
+    step = RULE.solve(Q, r, EPS, at(100, confirmed))
     alpha = -0.5 * r[0] / Q[0][0]
     gain = -model_change(Q, r, (alpha, 0.0))
     grid = torch.linspace(0, 1 - 1 / 15, 4_001, dtype=torch.float64).tolist()
     mu = max(mu for mu in grid if model_change(Q, r, (alpha, mu)) <= -2 / 3 * gain + 1e-12)
-    far = noise_of(confirmed)
+    far = at(100, confirmed).noise
     whole = (alpha, mu)
     expected = [a + far * (b - a) for a, b in zip(free.coefficients, whole, strict=True)]
     assert step.coefficients == pytest.approx(expected, abs=3e-4)
@@ -61,49 +64,89 @@ def test_a_mini_batch_that_would_undo_the_memory_many_times_over_leaves_it():
     # Of an MNIST run: M is lowest at μ = −7.9, and half as low as that as soon as μ = 0.06.
     Q, r = [[883.6427, -0.81229], [-0.81229, 0.00332]], [-16.7157, 0.0356]
     assert FREE.solve(Q, r, EPS).coefficients[1] < -7
-    assert RULE.solve(Q, r, EPS, -1.0, 400).coefficients[1] == pytest.approx(1 - 1 / 60)
+    assert RULE.solve(Q, r, EPS, at(400)).coefficients[1] == pytest.approx(1 - 1 / 60)
 
 
 @given(confirmed=st.floats(-1, 1))
 def test_noise_falls_from_a_quarter_confirmed_to_a_half(confirmed):
-    assert noise_of(confirmed) == pytest.approx(min(max(2 - 4 * confirmed, 0), 1))
+    assert at(1, confirmed).noise == pytest.approx(min(max(2 - 4 * confirmed, 0), 1))
 
 
 @given(iteration=st.integers(1, 10**6))
 def test_the_memory_grows_with_the_iterations(iteration):
     expected = min(max(0.15 * iteration, 1), 100)
-    assert LongMemory().horizon(iteration) == pytest.approx(expected)
+    assert LongMemory().horizon(at(iteration)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("confirmed", "steps"), [(-1.0, 30), (0.25, 30), (0.375, 15.5), (0.5, 1)])
-def test_the_more_noise_the_more_is_remembered(confirmed, steps):
-    assert RULE.horizon(200, confirmed) == pytest.approx(steps)
-    assert FREE.horizon(200, confirmed) == 1
+def test_the_more_noise_the_longer_statistics_are_remembered(confirmed, steps):
+    assert LongMemory().statistics(at(200, confirmed)) == pytest.approx(steps)
+    assert LongMemory().statistics(at(200, confirmed, memory=2.0)) == pytest.approx(steps)
 
 
 def test_what_is_confirmed_is_left_alone():
     Q, r = problem(3)
     free = FREE.solve(Q, r, EPS)
     assert RULE.solve(Q, r, EPS) == free
-    assert RULE.solve(Q, r, EPS, 0.5, 1000) == free
-    assert FREE.solve(Q, r, EPS, -1.0, 1000) == free
+    assert RULE.solve(Q, r, EPS, at(1000, 0.5)) == free
+    assert FREE.solve(Q, r, EPS, at(1000)) == free
     without = QuadraticModel(momentum=False)
     assert replace(without, memory=LongMemory()).solve(
-        [[2.0]], [-1.0], EPS, -1.0, 50
+        [[2.0]], [-1.0], EPS, at(50)
     ) == without.solve([[2.0]], [-1.0], EPS)
 
 
+@pytest.mark.parametrize("iteration", [20, 100, 400, 10_000])
+def test_the_memory_is_shorter_where_the_average_is_better_and_longer_where_not(iteration):
+    # By e in as many iterations as θ̄ is an average over, a fifth of all, with comparisons every 20.
+    factor = min(math.exp(20 / (0.2 * iteration)), 1.5)
+    experience = at(iteration, memory=2.0)
+    assert LongMemory().compared(experience, better=True) == pytest.approx(2 / factor)
+    assert LongMemory().compared(experience, better=False) == pytest.approx(2 * factor)
+    # From what is in use, which is no more than a share of the iterations.
+    ceiling = min(0.15 * iteration, 100)
+    free = at(iteration)
+    assert LongMemory().compared(free, better=True) == pytest.approx(ceiling / factor)
+    longer = at(iteration, memory=LongMemory().compared(free, better=False))
+    assert LongMemory().horizon(longer) == pytest.approx(ceiling)
+
+
+def test_it_does_not_end_at_nothing():
+    memory = 1.0
+    for k in range(20, 4_000, 20):
+        memory = LongMemory().compared(at(k, memory=memory), better=True)
+    assert memory == 0.01
+
+
+@pytest.mark.parametrize("memory", [0.02, 0.3, 1.0, 3.0])
+def test_less_than_one_step_remembered_is_less_of_it_taken(memory):
+    Q, r = [[2.0, 0.0], [0.0, 1e-9]], [-1.0, -1e-9]
+    step = RULE.solve(Q, r, EPS, at(200, memory=memory))
+    alpha, mu = step.coefficients
+    assert alpha == pytest.approx(0.25 * min(memory, 1))
+    assert mu == pytest.approx(1 - 1 / max(memory, 1))
+
+
+@given(iteration=st.integers(1, 10**6))
+def test_the_average_is_over_a_fifth_of_the_iterations(iteration):
+    weight = LongMemory().weight(at(iteration))
+    if iteration % 5:
+        assert weight == 0
+    else:
+        assert weight == pytest.approx(min(5 / (0.2 * iteration), 1))
+
+
 def test_without_a_memory_yet_it_is_half_the_best_step():
-    step = RULE.solve([[2.0]], [-1.0], EPS, -1.0, 50)
+    step = RULE.solve([[2.0]], [-1.0], EPS, at(50))
     assert step.coefficients == pytest.approx((0.25,))
     assert step.remembered == pytest.approx(0.3)
 
 
 def test_directions_without_curvature():
-    step = RULE.solve([[0.0, 0.0], [0.0, 2.0]], [0.0, -1.0], EPS, -1.0, 50)
+    step = RULE.solve([[0.0, 0.0], [0.0, 2.0]], [0.0, -1.0], EPS, at(50))
     assert step.coefficients == pytest.approx((0.0, 0.5))
     assert step.remembered == 1
-    alpha, mu = RULE.solve([[2.0, 0.0], [0.0, 0.0]], [-1.0, 0.0], EPS, -1.0, 50).coefficients
+    alpha, mu = RULE.solve([[2.0, 0.0], [0.0, 0.0]], [-1.0, 0.0], EPS, at(50)).coefficients
     assert alpha == pytest.approx(0.25)
     assert mu == 0
 
@@ -111,11 +154,11 @@ def test_directions_without_curvature():
 def test_conjugate_gradients_start_from_the_minimiser():
     Q, r = problem(3)
     rule = ConjugateGradients(memory=LongMemory(), cg_steps=2)
-    assert rule.solve(Q, r, EPS, -1.0, 50) == FREE.solve(Q, r, EPS)
-    assert rule.horizon(50) == 1
+    assert rule.solve(Q, r, EPS, at(50)) == FREE.solve(Q, r, EPS)
+    assert rule.long_memory is None
     once = ConjugateGradients(memory=LongMemory(), cg_steps=1)
-    assert once.solve(Q, r, EPS, -1.0, 50) == RULE.solve(Q, r, EPS, -1.0, 50)
-    assert once.horizon(50) == RULE.horizon(50) == pytest.approx(7.5)
+    assert once.solve(Q, r, EPS, at(50)) == RULE.solve(Q, r, EPS, at(50))
+    assert once.long_memory == RULE.long_memory == LongMemory()
 
 
 @pytest.mark.parametrize(
@@ -127,6 +170,7 @@ def test_conjugate_gradients_start_from_the_minimiser():
         ("share", math.nan),
         ("longest", 0.5),
         ("longest", math.inf),
+        ("averaged", 0.0),
     ],
 )
 def test_settings_are_checked(name, value):
@@ -134,27 +178,52 @@ def test_settings_are_checked(name, value):
         LongMemory(**{name: value})
 
 
-def excess(curvature: torch.Tensor, memory: LongMemory | None, steps: int) -> float:
+def excess(
+    curvature: torch.Tensor,
+    memory: LongMemory | None,
+    steps: int,
+    scale: float = 0.3,
+    compare: bool = False,
+) -> float:
     """Of Σ ½ h x², after steps of either kind whose gradients have noise."""
     generator = torch.Generator().manual_seed(0)
     x = torch.ones_like(curvature)
+    average, length = x, math.inf
     u: torch.Tensor | None = None
     tail = []
+
+    def objective(x: torch.Tensor) -> float:
+        return float((curvature * x**2).sum() / 2)
+
     for k in range(1, steps + 1):
+        if compare and memory is not None:
+            if memory.compares(at(k)):
+                better = objective(average) < objective(x)
+                length = memory.compared(at(k, memory=length), better)
+            average = average.lerp(x, memory.weight(at(k)))
         noise = curvature.sqrt() * torch.randn(x.shape, generator=generator, dtype=x.dtype)
-        gradient = curvature * x + 0.3 * noise
+        gradient = curvature * x + scale * noise
         directions = [-gradient] if u is None else [-gradient, u]
         Q = [[float(v @ (curvature * w)) for w in directions] for v in directions]
         r = [float(gradient @ v) for v in directions]
-        step = QuadraticModel(memory=memory).solve(Q, r, EPS, 0.0, k)
+        step = QuadraticModel(memory=memory).solve(Q, r, EPS, at(k, 0.0, length))
         own, *rest = (c * v for c, v in zip(step.coefficients, directions, strict=True))
         x = x + own + sum(rest)
         u = step.remembered * own + sum(rest)
         if k > 0.8 * steps:
-            tail.append(float((curvature * x**2).sum() / 2))
+            tail.append(objective(x))
     return sum(tail) / len(tail)
 
 
 def test_flat_directions_are_followed_faster_through_noise():
     curvature = torch.logspace(-4, 0, 40, dtype=torch.float64)
     assert excess(curvature, LongMemory(), 400) < 0.8 * excess(curvature, None, 400)
+    compared = excess(curvature, LongMemory(), 400, compare=True)
+    assert compared < 0.8 * excess(curvature, None, 400)
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0])
+def test_where_noise_is_what_is_left_a_memory_that_is_compared_ends_lower(scale):
+    curvature = torch.logspace(-4, 0, 40, dtype=torch.float64)
+    compared = excess(curvature, LongMemory(), 2_000, scale, compare=True)
+    assert compared < 0.5 * excess(curvature, LongMemory(), 2_000, scale)

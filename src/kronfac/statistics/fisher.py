@@ -23,7 +23,7 @@ class Fisher(ABC):
 
     ema_decay: float | None = None
     """Ceiling of the moving average's decay ε = min(1 − 1/k, ceiling) [MG15 §5]; None for the paper's 0.95,
-    or 1 − 1/h where momentum remembers more than 20 steps, h of them (`LongMemory`)."""
+    or 1 − 1/h where momentum may remember more than 20 steps, h of them (`LongMemory`)."""
     seed: int = 0
     """Of the generator that the targets are drawn with."""
 

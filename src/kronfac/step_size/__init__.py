@@ -11,7 +11,7 @@ from kronfac.step_size.levenberg_marquardt import (
     LevenbergMarquardt,
     Verdict,
 )
-from kronfac.step_size.long_memory import LongMemory
+from kronfac.step_size.long_memory import NO_EXPERIENCE, Experience, LongMemory
 from kronfac.step_size.quadratic_form import Matrix, Vector, quadratic_form
 from kronfac.step_size.quadratic_model import (
     QuadraticModel,
@@ -23,10 +23,12 @@ from kronfac.step_size.quadratic_model import (
 
 __all__ = [
     "DOMINATED",
+    "NO_EXPERIENCE",
     "AdaptiveDamping",
     "AdaptiveGamma",
     "ConjugateGradients",
     "DampingRule",
+    "Experience",
     "FixedDamping",
     "FixedGamma",
     "GammaRule",

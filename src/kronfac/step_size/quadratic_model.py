@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
-from kronfac.step_size.long_memory import LongMemory, noise_of
+from kronfac.step_size.long_memory import NO_EXPERIENCE, Experience, LongMemory
 from kronfac.step_size.quadratic_form import Matrix, Vector, inner, model_change
 
 
@@ -45,18 +45,17 @@ class StepRule(Protocol):
         """Steps of conjugate gradients on M, this one included."""
         ...
 
-    def horizon(self, iteration: int, confirmed: float = 0.0) -> float:
-        """Steps that momentum remembers at this iteration, 1 where what M predicts is confirmed."""
+    @property
+    def long_memory(self) -> LongMemory | None:
+        """What momentum remembers where mini-batches are noisy; None if that is the last step as ever."""
         ...
 
     def solve(
-        self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0, iteration: int = 1
+        self, Q: Matrix, r: Vector, precision: float, experience: Experience = NO_EXPERIENCE
     ) -> Step:
         """The step, from Q (k, k) and r (k,), for one direction or two.
 
-        `precision` is the ε of the dtype that the entries were computed in; `confirmed`, of what M
-        predicted of late, the part that the next mini-batches saw come true; `iteration`, which step
-        this is.
+        `precision` is the ε of the dtype that the entries were computed in.
         """
         ...
 
@@ -126,24 +125,18 @@ class QuadraticModel:
     cg_steps: ClassVar[int] = 1
 
     @property
-    def _used(self) -> LongMemory | None:
-        """The memory; none for conjugate gradients, which go on from a minimiser of M."""
+    def long_memory(self) -> LongMemory | None:
+        """None for conjugate gradients, which go on from a minimiser of M."""
         return self.memory if self.momentum and self.cg_steps == 1 else None
 
-    def horizon(self, iteration: int, confirmed: float = 0.0) -> float:
-        memory = self._used
-        if memory is None:
-            return 1.0
-        return 1 + noise_of(confirmed) * (memory.horizon(iteration) - 1)
-
     def solve(
-        self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0, iteration: int = 1
+        self, Q: Matrix, r: Vector, precision: float, experience: Experience = NO_EXPERIENCE
     ) -> Step:
         coefficients = _minimiser(Q, r, precision)
-        memory, noise = self._used, noise_of(confirmed)
-        if memory is None or noise == 0:
+        memory = self.long_memory
+        if memory is None or experience.noise == 0:
             return Step(coefficients, model_change(Q, r, coefficients))
-        blend, kept = memory.blended(Q, r, coefficients, noise, iteration)
+        blend, kept = memory.blended(Q, r, coefficients, experience)
         return Step(blend, model_change(Q, r, blend), inner(r, blend), kept)
 
 
@@ -158,11 +151,9 @@ class RawStep:
     momentum: ClassVar[bool] = False
     bounded: ClassVar[bool] = False
     cg_steps: ClassVar[int] = 1
-
-    def horizon(self, iteration: int, confirmed: float = 0.0) -> float:
-        return 1.0
+    long_memory: ClassVar[LongMemory | None] = None
 
     def solve(
-        self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0, iteration: int = 1
+        self, Q: Matrix, r: Vector, precision: float, experience: Experience = NO_EXPERIENCE
     ) -> Step:
         return Step((self.alpha,), model_change(Q, r, (self.alpha,)))

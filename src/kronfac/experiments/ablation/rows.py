@@ -30,6 +30,8 @@ from kronfac.likelihoods.base import Likelihood
 from kronfac.optimizer import KFAC
 from kronfac.statistics import EmpiricalFisher, SampledFisher
 from kronfac.step_size import (
+    NO_EXPERIENCE,
+    Experience,
     FixedGamma,
     LevenbergMarquardt,
     Matrix,
@@ -140,7 +142,7 @@ class PlainStep(RawStep):
     """
 
     def solve(
-        self, Q: Matrix, r: Vector, precision: float, confirmed: float = 1.0, iteration: int = 1
+        self, Q: Matrix, r: Vector, precision: float, experience: Experience = NO_EXPERIENCE
     ) -> Step:
         """α = 1."""
         return Step((self.alpha,), r[0] / 2)

@@ -1,0 +1,163 @@
+"""The average of the iterates by definition, and the length of the memory that follows from its loss."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kronfac import KFAC, AdaptiveDamping, LongMemory, QuadraticModel
+from kronfac.step_size import Experience, RawStep
+from tests.conftest import mlp, normal
+
+LOSS = nn.MSELoss()
+WEIGHT_DECAY = 0.01
+
+
+def optimizer_of(model: nn.Module, **settings: Any) -> KFAC:
+    return KFAC(
+        model, LOSS, weight_decay=WEIGHT_DECAY, damping=AdaptiveDamping(settling=100), **settings
+    )
+
+
+def rows(k: int, noise: float = 1.0) -> tuple[Tensor, Tensor]:
+    x = normal(16, 3, seed=2 * k)
+    return x, x[:, :2].sin() + noise * normal(16, 2, seed=2 * k + 1)
+
+
+def theta(model: nn.Module) -> list[Tensor]:
+    """[W b] of every layer."""
+    values = [p.detach().clone() for p in model.parameters()]
+    pairs = zip(values[::2], values[1::2], strict=True)
+    return [torch.cat([W, b[:, None]], dim=1) for W, b in pairs]
+
+
+@torch.no_grad()
+def objective(model: nn.Module, x: Tensor, y: Tensor, parameters: list[Tensor]) -> float:
+    """h with these parameters, weight decay and all."""
+    names = [name for name, _ in model.named_parameters()]
+    values = [part for V in parameters for part in (V[:, :-1], V[:, -1])]
+    outputs = torch.func.functional_call(model, dict(zip(names, values, strict=True)), x)
+    squares = sum(float(V.square().sum()) for V in parameters)
+    return float(LOSS(outputs, y)) + WEIGHT_DECAY / 2 * squares
+
+
+def test_average_and_memory_by_their_definitions():
+    model = mlp([3, 8, 2], seed=1)
+    optimizer = optimizer_of(model)
+    average, memory = None, math.inf
+    shorter = longer = 0
+    for k in range(1, 301):
+        x, y = rows(k)
+        here = theta(model)
+        optimizer.step(optimizer.closure(x, y))
+        state = optimizer._state
+        # The step has judged the one before; this is what it went by.
+        noisy = state.confirmed is not None and state.confirmed < 0.5
+        taken_back = any(event.kind == "taken_back" for event in optimizer.report.events)
+        assert not taken_back, "θ would have been another"
+        if average is not None and k % 20 == 0:
+            rise = objective(model, x, y, average) - objective(model, x, y, here)
+            factor = min(math.exp(20 / (0.2 * k)), 1.5)
+            used = min(max(0.15 * k, 1), 100, memory)
+            memory = max(used * factor if rise > 0 else used / factor, 0.01)
+            shorter, longer = shorter + (rise < 0), longer + (rise > 0)
+        if not noisy:
+            average = None
+        elif k % 5 == 0:
+            weight = min(5 / (0.2 * k), 1)
+            average = (
+                here
+                if average is None
+                else [(1 - weight) * a + weight * b for a, b in zip(average, here, strict=True)]
+            )
+        assert state.memory == pytest.approx(memory, rel=1e-9)
+        assert optimizer.report.memory == pytest.approx(max(min(0.15 * k, 100, memory), 1))
+        assert (state.average is None) == (average is None)
+        if average is not None:
+            torch.testing.assert_close(list(state.average), average, rtol=1e-10, atol=1e-12)
+    assert shorter > 2
+    assert longer > 2
+
+
+def test_nothing_is_averaged_where_mini_batches_agree():
+    optimizer = optimizer_of(mlp([3, 8, 2], seed=1))
+    x, y = rows(0, noise=0.0)
+    for _ in range(45):
+        optimizer.step(optimizer.closure(x, y))
+    assert optimizer._state.average is None
+    assert optimizer._state.memory == math.inf
+
+
+@pytest.mark.parametrize("step_size", [RawStep(0.1), QuadraticModel()])
+def test_nor_by_rules_without_a_long_memory(step_size):
+    optimizer = optimizer_of(mlp([3, 8, 2], seed=1), step_size=step_size)
+    for k in range(45):
+        optimizer.step(optimizer.closure(*rows(k)))
+    assert optimizer._state.average is None
+    assert optimizer.report.memory == 1
+
+
+def test_of_two_passes_with_other_masks_the_losses_say_nothing():
+    layers = [nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2)]
+    model = nn.Sequential(*layers).double()
+    optimizer = optimizer_of(model)
+    for k in range(61):
+        optimizer.step(optimizer.closure(*rows(k)))
+    assert optimizer._state.average is not None
+    assert optimizer._state.memory == math.inf
+
+
+def test_a_loss_of_the_closures_own_is_asked_for_again():
+    """A penalty that K-FAC cannot see, and that makes the average better or worse."""
+    model = mlp([3, 8, 2], seed=1)
+    optimizer = optimizer_of(model)
+    for k in range(1, 120):
+        optimizer.step(optimizer.closure(*rows(k)))
+    state = optimizer._state
+    assert state.average is not None
+    at_average = [part for V in state.average for part in (V[:, :-1], V[:, -1])]
+    x, y = rows(120)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        parameters = zip(model.parameters(), at_average, strict=True)
+        loss = LOSS(model(x), y) + 100 * sum((p - a).square().sum() for p, a in parameters)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert "loss_not_seen" in {event.kind for event in optimizer.report.events}
+    expected = LongMemory().compared(Experience(120, memory=state.memory), better=True)
+    assert optimizer._state.memory == pytest.approx(expected)
+
+
+def test_a_refused_step_leaves_both():
+    optimizer = optimizer_of(mlp([3, 8, 2], seed=1))
+    for k in range(1, 60):
+        optimizer.step(optimizer.closure(*rows(k)))
+    before = optimizer._state
+    assert before.average is not None
+    x, y = rows(60)
+    optimizer.step(optimizer.closure(x, y * math.nan))
+    assert optimizer.report.refused
+    assert optimizer._state.average is before.average
+    assert optimizer._state.memory == before.memory
+
+
+def test_both_are_saved():
+    optimizer = optimizer_of(mlp([3, 8, 2], seed=1))
+    for k in range(1, 103):
+        optimizer.step(optimizer.closure(*rows(k)))
+    saved = optimizer.state_dict()
+    assert saved["kfac"]["average"] is not None
+    assert math.isfinite(saved["kfac"]["memory"])
+    other = optimizer_of(mlp([3, 8, 2], seed=2))
+    other.model.load_state_dict(optimizer.model.state_dict())
+    other.load_state_dict(saved)
+    for k in range(103, 145):
+        for run in (optimizer, other):
+            run.step(run.closure(*rows(k)))
+    assert all(map(torch.equal, theta(optimizer.model), theta(other.model)))
+    assert all(map(torch.equal, optimizer._state.average, other._state.average))
