@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import _has_any_global_hook
 
 from kronfac.errors import TargetError
+from kronfac.inverses import ApproximateInverse
 from kronfac.layers import Layer
 from kronfac.likelihoods import Objective
 from kronfac.minibatch import Batch, Call, draws_masks
@@ -49,7 +50,8 @@ class MiniBatchClosure:
         x: Tensor | tuple[Tensor, ...],
         y: Tensor,
         chunk: int | None,
-        keep_rows: bool,
+        inverse: ApproximateInverse,
+        weight_decay: float,
     ) -> None:
         self._args = x if isinstance(x, tuple) else (x,)
         for value in (*self._args, y):
@@ -73,7 +75,9 @@ class MiniBatchClosure:
         self._layers = layers
         self._targets = y
         self._chunk = chunk or len(y)
-        self._keep_rows = keep_rows
+        shapes = [layer.shape for layer in layers]
+        self._keep_rows = bool(inverse.low_rank)
+        self._keep_by_hand = inverse.wants_rows(shapes, len(y), weight_decay)
         self.rows: tuple[Rows, ...] | None = None
         """Set by a call, where the low-rank route wants it [MG15 §8]."""
         self.activations: dict[str, Tensor] | None = None
@@ -145,7 +149,7 @@ class MiniBatchClosure:
         for layer, a, g in way.backwards(slope):
             for parameter, grad in zip(layer.parameters(), layer.gradients(a, g), strict=True):
                 parameter.grad = grad
-            if self._keep_rows:
+            if self._keep_by_hand:
                 rows.append((g, layer.inputs(a).flatten(0, 1)))
         call = replace(call, outputs=outputs.shape, targets=targets.detach(), way=way)
         return ByHand(loss.detach(), Batch((call,), loss.detach()), tuple(rows[::-1]) or None)

@@ -73,6 +73,8 @@ def evaluate(
     stale: StaleGradients = {}
     if by_hand:
         returned, batch, rows = by_hand.loss, by_hand.batch, by_hand.rows
+        if inverse.low_rank is None and weight_decay:
+            rows = None  # the weight decay is another than when the closure was made
     else:
         if not own:  # K-FAC's own closure leaves none; to hold on to them would only cost memory
             stale = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}

@@ -40,12 +40,26 @@ class Judgement:
     """Why the step has to be taken back."""
 
 
+def judges_next(rule: DampingRule, state: State) -> bool:
+    """Whether the step after this state judges the one before."""
+    last = state.last
+    if last is None:
+        return False
+    return rule.judges(state.iteration + 1) or (rule.suspects and last.kept is not None)
+
+
 def suspicious(
-    network: Network, rule: DampingRule, state: State, loss: float, penalty: float, cases: int
+    network: Network,
+    rule: DampingRule,
+    state: State,
+    cases: int,
+    loss: float,
+    penalty: float | None = None,
 ) -> bool:
     """Whether the loss of the next mini-batch calls for a judgement of a step that was to have none.
 
-    `penalty` is η/2 ‖θ‖²: where that falls, the loss may rise.
+    Something is then wrong with the step or with these rows. `penalty` is η/2 ‖θ‖², if it is known: where
+    that falls, the loss may rise.
     """
     last = state.last
     if last is None or last.predicted_change == 0:  # no step was made
@@ -57,7 +71,7 @@ def suspicious(
     loss *= _scale(network, last, cases)
     assert state.previous_delta is not None
     rounding = _rounding(state.previous_delta[0].dtype, loss, last.loss)
-    rise = loss - last.loss + penalty - last.penalty
+    rise = loss - last.loss + (0.0 if penalty is None else penalty - last.penalty)
     return rise > SUSPICIOUS * _unit(network, last) * state.noise + rounding
 
 

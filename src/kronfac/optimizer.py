@@ -5,7 +5,8 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -17,11 +18,11 @@ from kronfac.errors import ClosureError, StateError
 from kronfac.evaluated import Evaluated, evaluate
 from kronfac.inverses import ApproximateInverse
 from kronfac.iterate_average import updated_average
-from kronfac.judgement import Judgement, judge, suspicious
+from kronfac.judgement import Judgement, judge, judges_next, suspicious
 from kronfac.layers import find_layers
 from kronfac.likelihoods import objective_of
 from kronfac.parameters import forget_gradients, move, place
-from kronfac.point import Evaluation, Network, Point, RefusedError
+from kronfac.point import Network, Point, RefusedError
 from kronfac.precision import Context, full_precision
 from kronfac.report import Event, StepReport, Stopwatch
 from kronfac.settings import Settings, fisher_of, inverse_of
@@ -158,7 +159,8 @@ class KFAC(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any], callers: Context) -> Any:
         watch = Stopwatch()
-        judging = self._judges_next()
+        rule = self.settings.damping
+        judging = judges_next(rule, self._state)
         judgement: Judgement | None = None
         odd = False
         while True:
@@ -167,9 +169,10 @@ class KFAC(torch.optim.Optimizer):
             network = evaluated.network
             if judging and judgement is None:
                 with watch("reduction_ratio"):
-                    evaluation = evaluated.evaluation
-                    odd = self._suspects(network, evaluation, float(evaluation.returned), None)
-                    judgement = judge(network, self.settings.damping, evaluation, self._state)
+                    evaluation, cases = evaluated.evaluation, evaluated.evaluation.batch.cases
+                    loss = float(evaluation.returned)
+                    odd = suspicious(network, rule, self._state, cases, loss)
+                    judgement = judge(network, rule, evaluation, self._state)
                 if judgement is not None and self._accept(network, judgement):
                     odd = False  # it was the step
                     forget_gradients(self.layers)
@@ -202,7 +205,8 @@ class KFAC(torch.optim.Optimizer):
             x,
             y,
             chunk,
-            keep_rows=self.settings.inverse.low_rank,
+            self.settings.inverse,
+            float(self.param_groups[0]["weight_decay"]),
         )
 
     def _evaluate(self, closure: Callable[[], Any], callers: Context) -> Evaluated:
@@ -236,21 +240,23 @@ class KFAC(torch.optim.Optimizer):
 
         From `odd` rows it is a step that has to be judged by the next ones.
         """
+        rule, cases = self.settings.damping, point.batch.cases
         try:
             transition = Update(network, self.settings)(point, self._state, watch)
         except RefusedError as refusal:
-            if not judged and self._suspects(network, point, float(point.returned), None):
+            loss = float(point.returned)
+            if not judged and suspicious(network, rule, self._state, cases, loss):
                 return None
             return self._refusal(point, watch, refusal)
         # Only here, where the host knows the loss without another synchronisation.
         last = transition.state.last
         assert last is not None
-        if not judged and self._suspects(network, point, last.loss, last.penalty):
+        if not judged and suspicious(network, rule, self._state, cases, last.loss, last.penalty):
             return None
         with watch("commit"):
             average = updated_average(network, self.settings.step_size, self._state)
             state = replace(transition.state, average=average)
-            if odd or transition.far or self._judges_next(state):
+            if odd or transition.far or judges_next(rule, state):
                 assert state.last is not None
                 kept = Kept(network.theta(), self._state.momentum)
                 state = replace(state, last=replace(state.last, kept=kept))
@@ -267,25 +273,6 @@ class KFAC(torch.optim.Optimizer):
         under_way, self._state = self._state.refresh, state
         if under_way is not None and under_way is not state.refresh:
             under_way.outcomes.give_up()
-
-    def _suspects(
-        self, network: Network, evaluation: Evaluation, loss: float, penalty: float | None
-    ) -> bool:
-        """Whether something is wrong with the last step, which has to be judged then, or these rows."""
-        state = self._state
-        if penalty is None:
-            penalty = state.last.penalty if state.last is not None else 0.0
-        rule, cases = self.settings.damping, evaluation.batch.cases
-        return suspicious(network, rule, state, loss, penalty, cases)
-
-    def _judges_next(self, state: State | None = None) -> bool:
-        """Whether the step after this state judges the one before."""
-        state = state or self._state
-        last = state.last
-        rule = self.settings.damping
-        if last is None:
-            return False
-        return rule.judges(state.iteration + 1) or (rule.suspects and last.kept is not None)
 
     def _refusal(self, point: Point, watch: Stopwatch, refusal: RefusedError) -> StepReport:
         return StepReport(
@@ -334,6 +321,16 @@ class KFAC(torch.optim.Optimizer):
         self.layers = layers
         self._chain_known = self._chain_known or state.iteration > 0
         self.param_groups[0]["weight_decay"] = state_dict["weight_decay"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KFAC":
+        """With its model and loss, or theirs that are being copied too; it goes on as this one would."""
+        model, loss = deepcopy((self.model, self.objective.module), memo)
+        settings = {field.name: getattr(self.settings, field.name) for field in fields(Settings)}
+        copy = type(self)(model, loss, **settings)
+        copy.load_state_dict(self.state_dict())
+        copy.report = self.report
+        memo[id(self)] = copy
+        return copy
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """KFAC has one group, all trained layers of its model; a second one is refused."""

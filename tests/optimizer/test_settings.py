@@ -24,6 +24,7 @@ from kronfac import (
     TiedGamma,
 )
 from kronfac.factors import ema_decay
+from kronfac.linalg import KroneckerProduct
 from tests.conftest import mlp, normal
 from tests.optimizer.pseudocode import Pseudocode, low_rank_is_cheaper
 from tests.optimizer.runs import agree, targets_for
@@ -220,17 +221,71 @@ def test_without_weight_decay_the_low_rank_route_is_the_plain_one():
             LOSS,
             **OURS | {"weight_decay": 0.0, "inverse": BlockDiagonalInverse(low_rank=low_rank)},
         )
-        for low_rank in (False, True)
+        for low_rank in (False, True, None)
     ]
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.step(optimizer.closure(*data(step, cases=FEW)))
-        assert_close(
-            dense.theta(optimizers[1].model),
-            dense.theta(optimizers[0].model),
-            rtol=1e-8,
-            atol=1e-10,
-        )
+        for other in optimizers[1:]:
+            assert_close(
+                dense.theta(other.model),
+                dense.theta(optimizers[0].model),
+                rtol=1e-8,
+                atol=1e-10,
+            )
+
+
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Cases of the products that take the low-rank route from here on."""
+    taken: list[int] = []
+    product = KroneckerProduct.mv_low_rank
+
+    def counted(block: KroneckerProduct, output_grads: Tensor, inputs: Tensor) -> Tensor:
+        taken.append(len(inputs))
+        return product(block, output_grads, inputs)
+
+    monkeypatch.setattr(KroneckerProduct, "mv_low_rank", counted)
+    return taken
+
+
+@pytest.mark.parametrize(("weight_decay", "cases", "taken"), [(0, 3, 2), (0, 5, 0), (0.1, 3, 0)])
+def test_it_is_taken_by_itself_where_it_changes_nothing_and_saves_half(
+    monkeypatch, weight_decay, cases, taken
+):
+    # Of one layer it saves half with 3 cases; then the other that it is cheaper for takes it too.
+    found = products(monkeypatch)
+    optimizer = KFAC(mlp(WIDTHS, seed=3), LOSS, weight_decay=weight_decay)
+    optimizer.step(optimizer.closure(*data(0, cases=cases)))
+    found.clear()
+    optimizer.step(optimizer.closure(*data(1, cases=cases)))
+    assert len(set(found)) <= 1
+    assert len(found) % max(taken, 1) == 0
+    assert bool(found) == bool(taken)
+
+
+def test_nor_where_somebody_may_change_the_gradient(monkeypatch):
+    found = products(monkeypatch)
+    optimizers = [
+        KFAC(mlp(WIDTHS, seed=3), LOSS, inverse=BlockDiagonalInverse(low_rank=low_rank))
+        for low_rank in (False, None)
+    ]
+    for optimizer in optimizers:
+        for parameter in optimizer.model.parameters():
+            parameter.register_hook(lambda grad: 0.5 * grad)
+        for step in range(3):
+            optimizer.step(optimizer.closure(*data(step, cases=FEW)))
+    assert not found
+    one, other = (dense.theta(optimizer.model) for optimizer in optimizers)
+    assert torch.equal(one, other)
+
+
+def test_nor_if_weight_decay_has_come_since_the_closure_was_made(monkeypatch):
+    found = products(monkeypatch)
+    optimizer = KFAC(mlp(WIDTHS, seed=3), LOSS)
+    closure = optimizer.closure(*data(0, cases=FEW))
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    optimizer.step(closure)
+    assert not found
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
@@ -273,7 +328,8 @@ def test_the_papers_constants():
     assert fisher == SampledFisher(samples=1)
     assert step_size.long_memory is None
     assert ema_decay(500, fisher.ema_decay) == 0.95
-    assert optimizer.settings.inverse == BlockDiagonalInverse(low_rank=False)
+    assert optimizer.settings.inverse == BlockDiagonalInverse()
+    assert not optimizer.settings.inverse.wants_rows([(1000, 785)], cases=1, weight_decay=1e-5)
     assert optimizer.state_dict()["kfac"]["gamma"] == pytest.approx(12.247449, rel=1e-6)
 
 

@@ -83,6 +83,22 @@ def test_a_saved_state_does_not_follow_the_optimizer():
     assert same(saved, kept)
 
 
+@pytest.mark.parametrize("steps", [0, 6])
+@pytest.mark.parametrize("case", CASES)
+def test_a_deep_copy_goes_on_by_itself(case, steps):
+    optimizer = new_run(case, "float64")
+    if steps:
+        advance(optimizer, case, steps)
+    model, other = copy.deepcopy((optimizer.model, optimizer))
+    assert other.model is model
+    assert other.report == optimizer.report
+    before = copy.deepcopy(optimizer.state_dict())
+    advance(other, case, steps + 3)
+    assert same(optimizer.state_dict(), before)
+    advance(optimizer, case, steps + 3)
+    assert same(contents(other), contents(optimizer))
+
+
 def test_a_state_from_before_the_first_step():
     saved = new_run("decomposition", "float64").state_dict()
     optimizer, other = (new_run("decomposition", "float64") for _ in range(2))

@@ -46,8 +46,15 @@ class ApproximateInverse(ABC):
 
     needs_neighbours: ClassVar[bool] = False
     """Whether `A_next` and `G_next` are needed, which takes a chain of layers."""
-    low_rank: bool = False
-    """Whether gradients are multiplied in factored form where that is cheaper [MG15 §8]."""
+    low_rank: bool | None = False
+    """Whether gradients are multiplied in factored form where that is cheaper [MG15 §8]; None if that is
+    left to `wants_rows`."""
+
+    def wants_rows(
+        self, shapes: Sequence[tuple[int, int]], cases: int, weight_decay: float
+    ) -> bool:
+        """Whether it has a use for the gradient in factors, with such layers and so many cases."""
+        return bool(self.low_rank)
 
     @property
     def for_trials(self) -> "ApproximateInverse":

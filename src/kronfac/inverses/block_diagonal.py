@@ -9,7 +9,14 @@ from torch import Tensor
 from kronfac.factors import KroneckerFactors
 from kronfac.inverses.base import ApproximateInverse, DampedInverse, Matrices
 from kronfac.inverses.damping import ExactTikhonov, FactoredTikhonov, factor_names
-from kronfac.linalg import EigenKroneckerSum, KroneckerProduct, each, eigh, shifted_inverses
+from kronfac.linalg import (
+    EigenKroneckerSum,
+    KroneckerProduct,
+    each,
+    eigh,
+    low_rank_pays,
+    shifted_inverses,
+)
 
 Block = KroneckerProduct | EigenKroneckerSum
 
@@ -22,11 +29,13 @@ class BlockDiagonalInverse(ApproximateInverse):
         tikhonov: how the damping enters, `FactoredTikhonov(norm)` or `ExactTikhonov()`.
         low_rank: multiply 𝒢 (out, m) and 𝒜 (m, in) by the inverses before each other, for layers
             where that is cheaper (m < d). The gradient then has to come from `KFAC.closure`, and the
-            weight decay's part η F̆⁻¹θ is kept apart and refreshed with the inverse [MG15 §8, end].
+            weight decay's part η F̆⁻¹θ is kept apart and refreshed with the inverse [MG15 §8, end]. None
+            for where that changes nothing but rounding: without weight decay, for gradients that
+            `KFAC.closure` found by hand, if a layer's product then takes half the multiplications.
     """
 
     tikhonov: FactoredTikhonov | ExactTikhonov = field(default_factory=FactoredTikhonov)
-    low_rank: bool = False
+    low_rank: bool | None = None
 
     def __post_init__(self) -> None:
         if self.low_rank and isinstance(self.tikhonov, ExactTikhonov):
@@ -34,6 +43,15 @@ class BlockDiagonalInverse(ApproximateInverse):
                 "BlockDiagonalInverse(low_rank=True) needs a Kronecker-factored inverse; "
                 "ExactTikhonov has none. Use FactoredTikhonov."
             )
+
+    def wants_rows(
+        self, shapes: Sequence[tuple[int, int]], cases: int, weight_decay: float
+    ) -> bool:
+        if self.low_rank is not None:
+            return self.low_rank
+        if weight_decay or isinstance(self.tikhonov, ExactTikhonov):
+            return False
+        return any(low_rank_pays(shape, 2 * cases) for shape in shapes)
 
     def prepare(self, factors: KroneckerFactors) -> "_Factored | _Exact":
         if isinstance(self.tikhonov, ExactTikhonov):

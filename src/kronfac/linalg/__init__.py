@@ -1,6 +1,6 @@
 """Linear algebra that knows nothing of networks: tensors in, tensors out."""
 
-from kronfac.linalg.kronecker import EigenKroneckerSum, KroneckerProduct
+from kronfac.linalg.kronecker import EigenKroneckerSum, KroneckerProduct, low_rank_pays
 from kronfac.linalg.kronecker_difference import (
     KroneckerDifferenceInverse,
     SmithDifferenceInverse,
@@ -32,6 +32,7 @@ __all__ = [
     "in_background",
     "inverse",
     "inverse_from_cholesky",
+    "low_rank_pays",
     "shifted_choleskys",
     "shifted_inverses",
     "smith",

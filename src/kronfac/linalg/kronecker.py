@@ -14,6 +14,12 @@ def kron(A: Tensor, B: Tensor) -> Tensor:
     return torch.einsum("ij,kl->ikjl", A, B).reshape(len(A) * len(B), -1)
 
 
+def low_rank_pays(shape: tuple[int, int], cases: int) -> bool:
+    """Whether 𝒢 (m, out) and 𝒜 (m, in) are cheaper to multiply by G and A before each other than after."""
+    d_out, d_in = shape
+    return cases * (d_in**2 + d_out**2 + d_in * d_out) < d_out * d_in * (d_in + d_out)
+
+
 @dataclass(frozen=True)
 class KroneckerProduct:
     """A ⊗ G, for symmetric A and G."""
@@ -31,8 +37,7 @@ class KroneckerProduct:
 
     def low_rank_pays(self, cases: int) -> bool:
         """Whether `mv_low_rank` needs fewer multiplications than `mv` for this many cases."""
-        d_in, d_out = len(self.A), len(self.G)
-        return cases * (d_in**2 + d_out**2 + d_in * d_out) < d_out * d_in * (d_in + d_out)
+        return low_rank_pays((len(self.G), len(self.A)), cases)
 
     def to_dense(self) -> Tensor:
         """The (in·out, in·out) matrix."""
