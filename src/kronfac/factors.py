@@ -100,7 +100,7 @@ def sampling_error(factors: KroneckerFactors) -> float:
 def ema_decay(iteration: int, ceiling: float | None = None, memory: float = 1.0) -> float:
     """ε = min(1 − 1/k, ceiling) [MG15 §5]: a plain average at first, then an exponential one.
 
-    Without a ceiling it is the paper's, or as long a memory as momentum has where that is longer.
+    Without a ceiling it is the paper's, or as long a memory as momentum may have where that is longer.
     """
     if ceiling is None:
         ceiling = max(CEILING, 1 - 1 / memory)

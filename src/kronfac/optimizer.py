@@ -48,7 +48,7 @@ class KFAC(torch.optim.Optimizer):
         Δ = −F⁰⁻¹ g,   (α, μ) = argmin M(αΔ + μδ₀),   θ ← θ + αΔ + μδ₀
 
     where M is the quadratic model with the exact Fisher, damped by λ, and δ₀ the previous update. Where
-    mini-batches disagree, the step is shorter and remembers more (`long_memory.py`).
+    mini-batches disagree, the step is shorter, and δ₀ is what many steps have in common (`long_memory.py`).
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -254,8 +254,8 @@ class KFAC(torch.optim.Optimizer):
         if not judged and suspicious(network, rule, self._state, cases, last.loss, last.penalty):
             return None
         with watch("commit"):
-            average = updated_average(network, self.settings.step_size, self._state)
-            state = replace(transition.state, average=average)
+            average, start = updated_average(network, self.settings.step_size, self._state)
+            state = replace(transition.state, average=average, average_start=start)
             if odd or transition.far or judges_next(rule, state):
                 assert state.last is not None
                 kept = Kept(network.theta(), self._state.momentum)
@@ -326,9 +326,11 @@ class KFAC(torch.optim.Optimizer):
         """With its model and loss, or theirs that are being copied too; it goes on as this one would."""
         model, loss = deepcopy((self.model, self.objective.module), memo)
         settings = {field.name: getattr(self.settings, field.name) for field in fields(Settings)}
-        copy = type(self)(model, loss, **settings)
+        copy = type(self)(model, loss, **settings, **self.defaults)
         copy.load_state_dict(self.state_dict())
-        copy.report = self.report
+        others = {name: value for name, value in self.param_groups[0].items() if name != "params"}
+        copy.param_groups[0].update(deepcopy(others, memo))
+        copy.report = deepcopy(self.report, memo)  # which a sampler knows as the one it looked at
         memo[id(self)] = copy
         return copy
 

@@ -84,6 +84,8 @@ class State:
     loss per case."""
     average: Matrices | None = None
     """θ̄, of the iterates of late, where mini-batches are noisy."""
+    average_start: int = 0
+    """The iteration at which it began."""
     memory: float = math.inf
     """See `Experience`."""
     decayed: Matrices | None = None
@@ -169,6 +171,7 @@ def load(
         confirmed=saved["confirmed"],
         noise=saved["noise"],
         average=placed(saved["average"]),
+        average_start=int(saved["average_start"]),
         memory=float(saved["memory"]),
         last=saved["last"] and _last_step(placed(saved["last"])),
         decayed=placed(saved["decayed"]),

@@ -46,7 +46,7 @@ def objective(model: nn.Module, x: Tensor, y: Tensor, parameters: list[Tensor]) 
 def test_average_and_memory_by_their_definitions():
     model = mlp([3, 8, 2], seed=1)
     optimizer = optimizer_of(model)
-    average, memory = None, math.inf
+    average, start, memory = None, 0, math.inf
     shorter = longer = 0
     for k in range(1, 301):
         x, y = rows(k)
@@ -57,21 +57,24 @@ def test_average_and_memory_by_their_definitions():
         noisy = state.confirmed is not None and state.confirmed < 0.5
         taken_back = any(event.kind == "taken_back" for event in optimizer.report.events)
         assert not taken_back, "θ would have been another"
-        if average is not None and k % 20 == 0:
+        if not noisy:
+            average, memory = None, math.inf
+        if average is not None and k % 20 == 0 and k - start >= 0.2 * k:
             rise = objective(model, x, y, average) - objective(model, x, y, here)
             factor = min(math.exp(20 / (0.2 * k)), 1.5)
-            used = min(max(0.15 * k, 1), 100, memory)
-            memory = max(used * factor if rise > 0 else used / factor, 0.01)
+            ceiling = min(max(0.15 * k, 1), 100)
+            used = min(ceiling, memory)
+            if rise < 0:
+                memory = max(used / factor, 0.01)
+            else:
+                memory = math.inf if memory >= ceiling else used * factor
             shorter, longer = shorter + (rise < 0), longer + (rise > 0)
-        if not noisy:
-            average = None
-        elif k % 5 == 0:
-            weight = min(5 / (0.2 * k), 1)
-            average = (
-                here
-                if average is None
-                else [(1 - weight) * a + weight * b for a, b in zip(average, here, strict=True)]
-            )
+        if noisy and k % 5 == 0:
+            if average is None:
+                average, start = here, k
+            # All the same until there are enough for a fifth of the iterations.
+            weight = min(max(5 / (0.2 * k), 5 / (k - start + 5)), 1)
+            average = [(1 - weight) * a + weight * b for a, b in zip(average, here, strict=True)]
         assert state.memory == pytest.approx(memory, rel=1e-9)
         assert optimizer.report.memory == pytest.approx(max(min(0.15 * k, 100, memory), 1))
         assert (state.average is None) == (average is None)
@@ -105,7 +108,8 @@ def test_of_two_passes_with_other_masks_the_losses_say_nothing():
     optimizer = optimizer_of(model)
     for k in range(61):
         optimizer.step(optimizer.closure(*rows(k)))
-    assert optimizer._state.average is not None
+    assert optimizer._state.confirmed < 0.5
+    assert optimizer._state.average is None
     assert optimizer._state.memory == math.inf
 
 

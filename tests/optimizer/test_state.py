@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from kronfac import KFAC, BlockDiagonalInverse, BlockTridiagonalInverse, ExactTikhonov
+from kronfac import (
+    KFAC,
+    AdaptiveBatchSampler,
+    BlockDiagonalInverse,
+    BlockTridiagonalInverse,
+    ExactTikhonov,
+)
 from kronfac.errors import StateError
 from tests.conftest import mlp, normal
 from tests.optimizer.resume import CASES, DTYPES, LAST, SAVED_AT, advance, contents, new_run
@@ -97,6 +103,27 @@ def test_a_deep_copy_goes_on_by_itself(case, steps):
     assert same(optimizer.state_dict(), before)
     advance(optimizer, case, steps + 3)
     assert same(contents(other), contents(optimizer))
+
+
+def test_with_a_sampler_too():
+    x, y = normal(400, 8), normal(400, 3, seed=1)
+    optimizer = KFAC(mlp([8, 12, 3], seed=3), nn.MSELoss(), weight_decay=0.1)
+    sampler = AdaptiveBatchSampler(len(x), optimizer, initial=20)
+
+    def sizes(optimizer: KFAC, sampler: AdaptiveBatchSampler, steps: int) -> list[int]:
+        drawn = [sampler.next_indices()]
+        for _ in range(steps):
+            optimizer.step(optimizer.closure(x[drawn[-1]], y[drawn[-1]]))
+            sampler.state_dict()  # looks at the report
+            drawn.append(sampler.next_indices())
+        return [len(rows) for rows in drawn]
+
+    sizes(optimizer, sampler, 11)
+    copies = copy.deepcopy((optimizer, sampler))
+    assert copies[0].param_groups[0]["weight_decay"] == copies[0].defaults["weight_decay"] == 0.1
+    expected = sizes(optimizer, sampler, 30)
+    assert len(set(expected)) > 2, "else they would say nothing"
+    assert sizes(*copies, 30) == expected
 
 
 def test_a_state_from_before_the_first_step():

@@ -107,8 +107,8 @@ def test_the_memory_is_shorter_where_the_average_is_better_and_longer_where_not(
     ceiling = min(0.15 * iteration, 100)
     free = at(iteration)
     assert LongMemory().compared(free, better=True) == pytest.approx(ceiling / factor)
-    longer = at(iteration, memory=LongMemory().compared(free, better=False))
-    assert LongMemory().horizon(longer) == pytest.approx(ceiling)
+    # Where that is all it may be, it goes on being that.
+    assert LongMemory().compared(free, better=False) == math.inf
 
 
 def test_it_does_not_end_at_nothing():
@@ -127,13 +127,33 @@ def test_less_than_one_step_remembered_is_less_of_it_taken(memory):
     assert mu == pytest.approx(1 - 1 / max(memory, 1))
 
 
-@given(iteration=st.integers(1, 10**6))
-def test_the_average_is_over_a_fifth_of_the_iterations(iteration):
-    weight = LongMemory().weight(at(iteration))
-    if iteration % 5:
-        assert weight == 0
-    else:
-        assert weight == pytest.approx(min(5 / (0.2 * iteration), 1))
+def test_an_average_over_next_to_nothing_is_no_overflow():
+    assert LongMemory(averaged=1e-300).compared(at(20, memory=3.0), True) == pytest.approx(2.0)
+
+
+@given(start=st.integers(0, 4_000), length=st.integers(1, 800))
+def test_the_average_is_over_a_fifth_of_the_iterations_once_there_are_as_many(start, length):
+    """Of numbers that are their own iteration, so that it shows how long ago they were."""
+    rule, start = LongMemory(), 5 * start
+    values = [5.0 * j for j in range(start // 5, start // 5 + length)]
+    average = values[0]
+    for k in values[1:]:
+        average += rule.weight(int(k), start) * (k - average)
+    k = int(values[-1])
+    if k - start + 5 <= 0.2 * k:
+        assert average == pytest.approx(sum(values) / length)
+        assert not rule.compares(k, start)
+    elif length > 2:
+        # Of an exponential average over n: n ago, in the end; of a plain one half of that.
+        assert 0.05 * k < k - average + 5 < 0.2 * k + 5
+    assert rule.averages(k)
+    assert not rule.averages(k + 1)
+
+
+@pytest.mark.parametrize(("start", "first"), [(5, 20), (40, 60), (1_000, 1_260)])
+def test_it_is_compared_when_it_is_that_long(start, first):
+    compared = [k for k in range(start, 2_000) if LongMemory().compares(k, start)]
+    assert compared == list(range(first, 2_000, 20))
 
 
 def test_without_a_memory_yet_it_is_half_the_best_step():
@@ -197,10 +217,11 @@ def excess(
 
     for k in range(1, steps + 1):
         if compare and memory is not None:
-            if memory.compares(at(k)):
+            if memory.compares(k, 0):
                 better = objective(average) < objective(x)
                 length = memory.compared(at(k, memory=length), better)
-            average = average.lerp(x, memory.weight(at(k)))
+            if memory.averages(k):
+                average = average.lerp(x, memory.weight(k, 0))
         noise = curvature.sqrt() * torch.randn(x.shape, generator=generator, dtype=x.dtype)
         gradient = curvature * x + scale * noise
         directions = [-gradient] if u is None else [-gradient, u]

@@ -31,7 +31,7 @@ class BlockDiagonalInverse(ApproximateInverse):
             where that is cheaper (m < d). The gradient then has to come from `KFAC.closure`, and the
             weight decay's part η F̆⁻¹θ is kept apart and refreshed with the inverse [MG15 §8, end]. None
             for where that changes nothing but rounding: without weight decay, for gradients that
-            `KFAC.closure` found by hand, if a layer's product then takes half the multiplications.
+            `KFAC.closure` found by hand, if for one layer at least it takes half the multiplications.
     """
 
     tikhonov: FactoredTikhonov | ExactTikhonov = field(default_factory=FactoredTikhonov)

@@ -102,15 +102,18 @@ class LongMemory:
         blend = tuple(a + noise * (b - a) for a, b in zip(best, long, strict=True))
         return blend, 1 - noise * (1 - self.kept)
 
-    def weight(self, experience: Experience) -> float:
-        """Of the current parameters in θ̄; 0 where it stays as it is."""
-        if experience.iteration % AVERAGING:
-            return 0.0
-        return min(AVERAGING / (self.averaged * experience.iteration), 1.0)
+    def averages(self, iteration: int) -> bool:
+        """Whether θ̄ takes in the parameters of this iteration."""
+        return iteration % AVERAGING == 0
 
-    def compares(self, experience: Experience) -> bool:
-        """Whether θ̄ is compared with θ."""
-        return experience.iteration % COMPARING == 0
+    def weight(self, iteration: int, start: int) -> float:
+        """Of these parameters in θ̄, which began at iteration `start`: at first all count the same."""
+        window = min(self.averaged * iteration, iteration - start + AVERAGING)
+        return AVERAGING / max(window, AVERAGING)
+
+    def compares(self, iteration: int, start: int) -> bool:
+        """Whether θ̄ is compared with θ: not before it is as long an average as it should be."""
+        return iteration % COMPARING == 0 and iteration - start >= self.averaged * iteration
 
     def compared(self, experience: Experience, better: bool) -> float:
         """The memory from here on, `better` being whether θ̄ has the lower loss.
@@ -118,7 +121,10 @@ class LongMemory:
         What has changed shows in θ̄ after as many iterations as it is an average over; h moves by a
         factor of e in these, or by less.
         """
-        factor = min(math.exp(COMPARING / (self.averaged * experience.iteration)), LARGEST_FACTOR)
+        if not better and experience.memory >= self._ceiling(experience):
+            return math.inf
+        window = self.averaged * experience.iteration
+        factor = math.exp(min(COMPARING / window, math.log(LARGEST_FACTOR)))
         memory = self._limit(experience) * (1 / factor if better else factor)
         return max(memory, LEAST)
 

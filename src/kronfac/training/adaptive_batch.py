@@ -172,10 +172,11 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         count = self._patience
         if self._cancels(self.size, memory):
             count = max(count, round(memory))
-        self._losses = [*self._losses, loss][-2 * count :]
+        # No fewer than there were: momentum's memory may become shorter for a while.
+        self._losses = [*self._losses, loss][-max(2 * count, len(self._losses)) :]
         if len(self._losses) < 2 * count:
             return False
-        before, now = self._losses[:count], self._losses[count:]
+        before, now = self._losses[-2 * count : -count], self._losses[-count:]
         (mean_before, variance_before), (mean_now, variance_now) = map(_moments, (before, now))
         error = math.sqrt((variance_before + variance_now) / count)
         return math.isfinite(error) and mean_before - mean_now < error
