@@ -78,6 +78,21 @@ def test_the_default_settles_at_what_is_counted():
     assert later >= 20 * usual
 
 
+def test_so_does_a_comparison_of_the_average_where_mini_batches_differ():
+    kfac = KFAC(network(), Bernoulli(), weight_decay=1e-3)
+    once, _ = parts_of(kfac)
+    usual = sum(once[p] for p in USUAL)
+    counts = {}
+    for k in range(1, 141):
+        x, y = torch.randn(CASES, 7), torch.rand(CASES, 9).round()
+        counts[k] = counted(lambda x=x, y=y: kfac.step(kfac.closure(x, y)))
+        assert k < 120 or not kfac.report.events
+    assert kfac.state_dict()["kfac"]["average"] is not None
+    assert counts[134] == pytest.approx(usual, rel=1e-3)
+    assert counts[135] == pytest.approx(usual + once["reduction_ratio"], rel=1e-3)
+    assert counts[140] == pytest.approx(usual + 2 * once["reduction_ratio"], rel=1e-3)
+
+
 def chain_of_factors(widths):
     """Second moments of a chain that is correlated enough for no column to be dropped."""
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from torch import nn
 from kronfac import KFAC, Gaussian, presets
 from kronfac.settings import LEAST_ROWS, LONGEST_INTERVAL, Settings
 from kronfac.step_size import AdaptiveGamma
+from kronfac.step_size.long_memory import COMPARING
 
 Preset = Literal["paper", "default"]
 
@@ -37,6 +38,8 @@ class Schedule:
     """In the Fisher products: Δ, and δ₀ with momentum."""
     extra: int
     """Further candidates at a search for γ."""
+    comparison: float = math.inf
+    """From one comparison of θ̄ with θ to the next, at the least; infinite without a long memory."""
 
     @classmethod
     def of(cls, settings: Settings, cases: int) -> "Schedule":
@@ -51,6 +54,7 @@ class Schedule:
             T3=T3,
             directions=1 + settings.step_size.momentum,
             extra=1 if adaptive else 2,
+            comparison=math.inf if settings.step_size.long_memory is None else COMPARING,
         )
 
     @classmethod
@@ -69,7 +73,7 @@ class Schedule:
             "direction": searches,
             "fisher_products": searches,
             "step_size": searches,
-            "reduction_ratio": 1 / self.T1,
+            "reduction_ratio": 1 / self.T1 + 1 / self.comparison,
             "commit": 1.0,
         }
 
