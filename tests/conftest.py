@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from kronfac.minibatch import Batch, Call
+from kronfac.objective import Bernoulli, Categorical, Gaussian, Likelihood
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile(

@@ -8,7 +8,7 @@ from kronfac.inverses import (
     ExactTikhonov,
     FactoredTikhonov,
 )
-from kronfac.likelihoods import Bernoulli, Categorical, Gaussian
+from kronfac.objective import Bernoulli, Categorical, Gaussian
 from kronfac.optimizer import KFAC
 from kronfac.report import Event, StepReport
 from kronfac.statistics import EmpiricalFisher, ExactFisher, SampledFisher

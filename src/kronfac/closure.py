@@ -13,8 +13,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from kronfac.errors import TargetError
 from kronfac.inverses import ApproximateInverse
 from kronfac.layers import Layer
-from kronfac.likelihoods import Objective
 from kronfac.minibatch import Batch, Call, draws_masks
+from kronfac.objective import Objective
 from kronfac.parameters import forget_gradients
 from kronfac.perceptron import perceptron
 from kronfac.precision import mixed

@@ -20,7 +20,7 @@ from kronfac.inverses import ApproximateInverse
 from kronfac.iterate_average import updated_average
 from kronfac.judgement import Judgement, judge, judges_next, suspicious
 from kronfac.layers import find_layers
-from kronfac.likelihoods import objective_of
+from kronfac.objective import objective_of
 from kronfac.parameters import forget_gradients, move, place
 from kronfac.point import Network, Point, RefusedError
 from kronfac.precision import Context, full_precision

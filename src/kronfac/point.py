@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from kronfac.closure import Rows
 from kronfac.factors import KroneckerFactors
 from kronfac.layers import Layer, Matrices, dot
-from kronfac.likelihoods import Objective
 from kronfac.minibatch import Batch
+from kronfac.objective import Objective
 
 # Relative difference, in ε of the parameters' dtype, between the loss that a closure returned and the
 # loss of the rows it used above which the closure computes something that K-FAC cannot see. Both are

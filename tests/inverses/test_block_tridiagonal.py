@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from kronfac.factors import KroneckerFactors
 from kronfac.inverses import BlockDiagonalInverse, BlockTridiagonalInverse, ExactTikhonov
 from kronfac.layers import find_layers
-from kronfac.likelihoods import Bernoulli, objective_of
+from kronfac.objective import Bernoulli, objective_of
 from kronfac.statistics import SampledFisher, estimate
 from tests.conformance import as_matrix, assert_relative
 from tests.conftest import ALGEBRA, batch, mlp, normal, seeded

@@ -3,7 +3,7 @@
 The truth for a whole run of `KFAC`: nothing here imports kronfac, and no matrix is smaller than it is
 in the paper. The curvature of the objective in output space is taken from the loss itself: for the
 losses here the Hessian with respect to the outputs is the Fisher of the predictive distribution, in
-the units of the loss. So no table of scales is repeated from `kronfac.likelihoods`.
+the units of the loss. So no table of scales is repeated from `kronfac.objective`.
 """
 
 import copy

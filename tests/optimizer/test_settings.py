@@ -158,7 +158,7 @@ def test_the_empirical_fisher(loss, tridiagonal):
         agree(optimizer, expected, x, y, K=K)
 
 
-def remembering(kind: type[kronfac.likelihoods.Likelihood]):
+def remembering(kind: type[kronfac.objective.Likelihood]):
     """A likelihood of this kind that keeps the targets it drew."""
 
     class Remembering(kind):

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from kronfac.layers import find_layers
-from kronfac.likelihoods import objective_of
 from kronfac.linalg import KroneckerProduct
+from kronfac.objective import objective_of
 from kronfac.statistics import ExactFisher, estimate
 from kronfac.step_size import fisher_gram
 from tests.conformance import assert_relative

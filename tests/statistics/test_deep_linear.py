@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from kronfac.layers import find_layers
-from kronfac.likelihoods import objective_of
+from kronfac.objective import objective_of
 from kronfac.statistics import ExactFisher, estimate
 from tests.conftest import AUTODIFF, batch, mlp, normal, seeded
 from tests.reference import dense

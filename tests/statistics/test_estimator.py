@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from kronfac.errors import ClosureError, UnsupportedModelError
 from kronfac.layers import find_layers
-from kronfac.likelihoods import Categorical, Gaussian, objective_of
+from kronfac.objective import Categorical, Gaussian, objective_of
 from kronfac.statistics import (
     EmpiricalFisher,
     ExactFisher,

@@ -7,7 +7,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from kronfac.errors import ClosureError, TargetError, UnsupportedModelError
-from kronfac.likelihoods import Categorical, Gaussian, objective_of
+from kronfac.objective import Categorical, Gaussian, objective_of
 from kronfac.statistics import Recorder
 from tests.conftest import ALGEBRA, mlp, normal
 

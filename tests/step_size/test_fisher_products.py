@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from kronfac.layers import find_layers
-from kronfac.likelihoods import Gaussian, objective_of
+from kronfac.objective import Gaussian, objective_of
 from kronfac.statistics import capture
 from kronfac.step_size import fisher_gram
 from tests.conformance import assert_relative

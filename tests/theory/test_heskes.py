@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from kronfac import Bernoulli, Gaussian
-from kronfac.likelihoods import Likelihood
+from kronfac.objective import Likelihood
 from tests.reference.dense import flatten, unflatten
 from tests.theory.networks import (
     Network,

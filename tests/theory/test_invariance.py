@@ -18,7 +18,7 @@ from kronfac import (
     RawStep,
 )
 from kronfac.inverses import ApproximateInverse
-from kronfac.likelihoods import Likelihood
+from kronfac.objective import Likelihood
 from kronfac.step_size import StepRule
 from tests.reference.dense import flatten, kron
 from tests.theory.networks import (

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from kronfac import KFAC, Bernoulli, ExactFisher, FixedDamping, FixedGamma, Gaussian, RawStep
-from kronfac.likelihoods import Likelihood
+from kronfac.objective import Likelihood
 from tests.reference.dense import flatten
 from tests.theory.networks import (
     Network,

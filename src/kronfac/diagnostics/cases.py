@@ -16,8 +16,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from kronfac.errors import UnsupportedModelError
 from kronfac.layers import Layer, find_layers
-from kronfac.likelihoods import objective_of
 from kronfac.minibatch import Call, as_matrix
+from kronfac.objective import objective_of
 from kronfac.statistics import ExactFisher, capture, chain_order
 
 Inputs = Tensor | tuple[Tensor, ...]

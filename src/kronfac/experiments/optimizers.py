@@ -13,7 +13,7 @@ from kronfac import presets
 from kronfac.errors import KronfacError
 from kronfac.experiments.baseline import NesterovMomentum, momentum_at
 from kronfac.experiments.config import TORCH_OPTIMIZERS, TrainConfig
-from kronfac.likelihoods.base import Likelihood
+from kronfac.objective.base import Likelihood
 from kronfac.optimizer import KFAC
 from kronfac.report import Stopwatch
 from kronfac.statistics import SampledFisher

@@ -19,8 +19,8 @@ from kronfac.experiments.config import TrainConfig
 from kronfac.experiments.data.fetch import DataError
 from kronfac.experiments.data.friedman import friedman
 from kronfac.experiments.data.mnist import mnist_16x16
-from kronfac.likelihoods import Bernoulli, Categorical, Gaussian
-from kronfac.likelihoods.base import Likelihood
+from kronfac.objective import Bernoulli, Categorical, Gaussian
+from kronfac.objective.base import Likelihood
 
 OWN_WEIGHT_DECAY = 1e-5
 """η for a user's own data: that of CURVES and MNIST."""

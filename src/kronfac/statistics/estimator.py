@@ -11,8 +11,8 @@ from torch.autograd.graph import GradientEdge
 
 from kronfac.factors import KroneckerFactors, MovingAverage
 from kronfac.layers import Layer, replaced
-from kronfac.likelihoods import Objective
 from kronfac.minibatch import Batch, Call
+from kronfac.objective import Objective
 from kronfac.perceptron import perceptron
 from kronfac.statistics.capture import capture
 from kronfac.statistics.fisher import Fisher

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kronfac.errors import ClosureError
-from kronfac.likelihoods import Likelihood
+from kronfac.objective import Likelihood
 
 
 @dataclass(frozen=True, kw_only=True)

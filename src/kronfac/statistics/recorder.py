@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from kronfac.errors import ClosureError, UnsupportedModelError
-from kronfac.likelihoods import Objective
 from kronfac.minibatch import Batch, Call
+from kronfac.objective import Objective
 from kronfac.precision import mixed
 
 HALF = (torch.float16, torch.bfloat16)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from kronfac.layers import Layer, Matrices, replaced
-from kronfac.likelihoods import Likelihood
 from kronfac.minibatch import Batch, Call, draws_masks
+from kronfac.objective import Likelihood
 from kronfac.perceptron import perceptron
 
 

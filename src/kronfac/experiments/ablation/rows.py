@@ -26,7 +26,7 @@ from kronfac.factors import KroneckerFactors
 from kronfac.inverses import ApproximateInverse, BlockDiagonalInverse, DampedInverse
 from kronfac.inverses.base import Matrices
 from kronfac.inverses.damping import ExactTikhonov, FactoredTikhonov, Norm
-from kronfac.likelihoods.base import Likelihood
+from kronfac.objective.base import Likelihood
 from kronfac.optimizer import KFAC
 from kronfac.statistics import EmpiricalFisher, SampledFisher
 from kronfac.step_size import (

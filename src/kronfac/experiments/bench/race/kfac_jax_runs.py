@@ -19,7 +19,7 @@ from kronfac.errors import KronfacError
 from kronfac.experiments.bench.race.trials import Entry, batch_of, marks
 from kronfac.experiments.session import BATCH_GROWTH, DECAY, FIRST_BATCH
 from kronfac.experiments.task import Task
-from kronfac.likelihoods import Bernoulli, Categorical, Gaussian
+from kronfac.objective import Bernoulli, Categorical, Gaussian
 from kronfac.training import ExponentialBatchSize
 
 REQUIREMENTS = ("kfac-jax==0.0.8", "jax==0.9.1", "jaxlib==0.9.1")

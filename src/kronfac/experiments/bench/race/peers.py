@@ -24,7 +24,7 @@ from kronfac.experiments.optimizers import (
     make_stepper,
 )
 from kronfac.experiments.progress import number
-from kronfac.likelihoods.base import Likelihood
+from kronfac.objective.base import Likelihood
 
 Point = dict[str, float]
 """A point of a grid, by the names of what is chosen."""

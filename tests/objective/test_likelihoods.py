@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from kronfac.errors import TargetError
-from kronfac.likelihoods import Bernoulli, Categorical, Gaussian
+from kronfac.objective import Bernoulli, Categorical, Gaussian
 from tests.conftest import ALGEBRA, AUTODIFF, normal, seeded
 from tests.reference import dense
 

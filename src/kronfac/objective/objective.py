@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from kronfac.errors import TargetError, UnsupportedLossError
-from kronfac.likelihoods.base import Likelihood
-from kronfac.likelihoods.bernoulli import Bernoulli
-from kronfac.likelihoods.categorical import Categorical
-from kronfac.likelihoods.gaussian import Gaussian
+from kronfac.objective.base import Likelihood
+from kronfac.objective.bernoulli import Bernoulli
+from kronfac.objective.categorical import Categorical
+from kronfac.objective.gaussian import Gaussian
 
 
 @dataclass(frozen=True)

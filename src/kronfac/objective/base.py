@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from kronfac.errors import TargetError
 
@@ -26,9 +27,8 @@ class Likelihood(nn.Module, ABC):
     certain: where −log r is of the size of the dtype's ε."""
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean over cases of −log r(y|z)."""
-        self.check(outputs, targets)
-        return self.negative_log_likelihood(outputs, targets) / len(outputs)
+        """Mean over terms of −log r(y|z)."""
+        return likelihood_loss(self, outputs, targets)
 
     @abstractmethod
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -71,6 +71,17 @@ class Likelihood(nn.Module, ABC):
                 f"{type(self).__name__} needs targets of the outputs' shape {tuple(outputs.shape)}; "
                 f"got {tuple(targets.shape)}."
             )
+
+
+def likelihood_loss(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean over terms of −log r(y|z); a function that K-FAC sees the calls of, as of torch's losses."""
+    if has_torch_function_variadic(outputs, targets):
+        loss: Tensor = handle_torch_function(
+            likelihood_loss, (outputs, targets), likelihood, outputs, targets
+        )
+        return loss
+    likelihood.check(outputs, targets)
+    return likelihood.negative_log_likelihood(outputs, targets) / len(outputs)
 
 
 def unit_columns(scales: Tensor) -> Iterator[Tensor]:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from kronfac.errors import UnsupportedLossError
-from kronfac.likelihoods import Bernoulli, Categorical, Gaussian, objective_of
+from kronfac.objective import Bernoulli, Categorical, Gaussian, objective_of
 from tests.conftest import ALGEBRA, AUTODIFF, normal, seeded
 from tests.reference import dense
 

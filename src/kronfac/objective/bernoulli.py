@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kronfac.likelihoods.base import Likelihood, unit_columns
+from kronfac.objective.base import Likelihood, unit_columns
 
 
 class Bernoulli(Likelihood):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kronfac.likelihoods.base import Likelihood, unit_columns
+from kronfac.objective.base import Likelihood, unit_columns
 
 
 class Gaussian(Likelihood):

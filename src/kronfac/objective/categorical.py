@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kronfac.errors import TargetError
-from kronfac.likelihoods.base import Likelihood
+from kronfac.objective.base import Likelihood
 
 
 class Categorical(Likelihood):

@@ -1,0 +1,87 @@
+"""What a loss call says about its outputs: s Σ_t w_t · −log r(y_t | z_t), one summand per term.
+
+A term is one prediction: the class of an example, one token, the class of one pixel, the regression targets
+of one example. Its curvature in output space is s w_t F_R(z_t). Layout: outputs z are (terms, event).
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kronfac.objective.base import Likelihood
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of one loss call."""
+
+    likelihood: Likelihood
+    shape: torch.Size
+    """The shape of the outputs that the loss was called with."""
+    scale: float = 1.0
+    """s."""
+    weight: Tensor | None = None
+    """w, (terms,) or (terms, event); None for ones. A normalisation that depends on the targets, such as
+    the number of those that are not ignored, is in here, so that no device is asked for it."""
+    targets: Tensor | None = None
+    """(terms, event), or class indices (terms,); None if they are not known."""
+    channels: bool = False
+    """Whether the event is dimension 1 of the outputs, as in torch's (N, C, d₁, …); else it is all
+    dimensions but the first."""
+
+    @property
+    def event(self) -> int:
+        """The number of outputs of a term."""
+        return self.shape[1] if self.channels else self.shape[1:].numel()
+
+    @property
+    def count(self) -> int:
+        """The number of terms."""
+        return self.shape.numel() // max(self.event, 1)
+
+    def matrix(self, outputs: Tensor) -> Tensor:
+        """Outputs (terms, event) from what the loss was called with; tangents (k, …) keep their k."""
+        extra = outputs.dim() - len(self.shape)
+        if self.channels:
+            outputs = outputs.movedim(1 + extra, -1)
+        return outputs.reshape(*outputs.shape[:extra], self.count, self.event)
+
+    def select(self, index: Tensor, shape: torch.Size) -> "Terms":
+        """The terms with these indices, as outputs of this shape have them."""
+        return replace(
+            self,
+            shape=shape,
+            weight=None if self.weight is None else self.weight[index],
+            targets=None if self.targets is None else self.targets[index],
+        )
+
+    def scaled(self, factor: float | Tensor) -> "Terms":
+        """The terms of the loss times a factor."""
+        if not isinstance(factor, Tensor):
+            return replace(self, scale=self.scale * factor)
+        weight = factor.expand(self.count) if self.weight is None else self.weight * factor
+        return replace(self, weight=weight)
+
+    @property
+    def total_weight(self) -> float:
+        """Σ_t s w_t: 1 for a mean over terms, their number for a sum."""
+        if self.weight is None:
+            return self.scale * self.count
+        places = self.event if self.weight.dim() == 2 else 1
+        return self.scale * float(self.weight.sum(dtype=torch.float64)) / places
+
+    def weigh(self, vectors: Tensor, scale: float = 1.0) -> Tensor:
+        """(s w / scale) ⊙ v for vectors (…, terms, event); the vectors themselves if that is 1."""
+        return self._times(vectors, self.scale / scale, root=False)
+
+    def weigh_by_root(self, vectors: Tensor, scale: float = 1.0) -> Tensor:
+        """√(s w / scale) ⊙ v: E[v vᵀ] = F_R becomes E[r rᵀ] = (s w / scale) F_R."""
+        return self._times(vectors, self.scale / scale, root=True)
+
+    def _times(self, vectors: Tensor, scale: float, root: bool) -> Tensor:
+        if self.weight is None:
+            return vectors if scale == 1 else vectors * (scale**0.5 if root else scale)
+        weight = self.weight if self.weight.dim() == 2 else self.weight.unsqueeze(-1)
+        weight = weight.to(vectors.dtype) * scale
+        return vectors * (weight.sqrt() if root else weight)
