@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from kronfac.experiments.interrupt import Interrupts
+from kronfac_experiments.interrupt import Interrupts
 from tests.experiments.runs import (
     assert_same_run,
     checkpoint,
