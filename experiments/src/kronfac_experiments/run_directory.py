@@ -3,18 +3,18 @@
 - `config.json`: the configuration, versions and machine
 - `metrics.jsonl`: an object an iteration
 - `reconstructions.npz`: `originals` (8, d), `iterations` (s,), `reconstructions` (s, 8, d)
-- `checkpoint.pt`: all that the next iteration depends on, and the length of `metrics.jsonl` then
+- `checkpoint.pt`: all that the next iteration depends on, and the length of `metrics.jsonl` then;
+  written first before the first iteration, with a checksum
 - `tensorboard/`: events
 - `diverged.json`: why the run can't go on, if it diverged
 
-Files are replaced whole: written beside, synced, renamed. `metrics.jsonl` only grows, and is cut back to
-where the checkpoint left it when a run goes on.
+Files are replaced whole. `metrics.jsonl` only grows, and is cut back to where the checkpoint left it when a
+run goes on; it is locked as long as a process trains in the folder.
 """
 
 import json
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -24,8 +24,11 @@ import numpy.typing as npt
 import torch
 
 from kronfac import KronfacError
+from kronfac_experiments import checkpoint
+from kronfac_experiments.atomic_files import is_unfinished, write_atomically, write_json
 from kronfac_experiments.config import TrainConfig
 from kronfac_experiments.config_json import from_json, to_json
+from kronfac_experiments.file_lock import try_lock
 from kronfac_experiments.machine import machine, versions
 from kronfac_experiments.optimizers import DivergedError
 
@@ -38,40 +41,18 @@ class RunError(KronfacError):
     """A run directory is missing, in the way, or not what it should be."""
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Replace a file so that at any moment there is the old one or the new one, whole."""
-    beside = path.with_name(f".{path.name}.unfinished")
-    with beside.open("wb") as stream:
-        write(stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(beside, path)
-    if os.name == "posix":  # the name is safe only when the folder is
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def write_json(path: Path, content: object) -> None:
-    """Write a JSON file atomically."""
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    write_atomically(path, lambda stream: stream.write(text.encode()))
-
-
 def check_new(path: Path) -> None:
     """Refuse a folder that has something in it."""
-    if path.exists() and (not path.is_dir() or any(not _unfinished(p) for p in path.iterdir())):
+    if path.exists() and (not path.is_dir() or not all(map(_is_left_by_a_start, path.iterdir()))):
         raise RunError(
             f"{path} is there already, and runs are not overwritten: continue it with "
             f"--resume {path}, or name another folder with --run-dir."
         )
 
 
-def _unfinished(path: Path) -> bool:
-    """Whether a killed `write_atomically` left it."""
-    return path.name.startswith(".") and path.name.endswith(".unfinished")
+def _is_left_by_a_start(path: Path) -> bool:
+    """Whether a run that was killed before it wrote its configuration left it."""
+    return is_unfinished(path) or (path.name == METRICS and path.stat().st_size == 0)
 
 
 def check_not_diverged(path: Path) -> None:
@@ -112,10 +93,10 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 class RunDirectory:
-    """An open run: a context that closes its files.
+    """An open run: a context that makes the folder, keeps other processes out, and closes its files.
 
     Args:
-        path: The folder; `start` makes it if it has to.
+        path: The folder.
         config: Resolved.
         sha256: Of a user's own data file.
     """
@@ -128,6 +109,14 @@ class RunDirectory:
         self._snapshots: dict[int, npt.NDArray[np.floating[Any]]] = {}
 
     def __enter__(self) -> "RunDirectory":
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._metrics = (self.path / METRICS).open("ab")
+        if not try_lock(self._metrics):
+            self._metrics.close()
+            raise RunError(
+                f"Another process is training in {self.path}: wait until it has ended, or name "
+                "another folder with --run-dir."
+            )
         return self
 
     def __exit__(
@@ -143,16 +132,14 @@ class RunDirectory:
 
     def start(self, iteration: int, metrics_bytes: int) -> None:
         """Open for writing; forget what came after this iteration, when the metrics had that length."""
-        metrics = self.path / METRICS
-        length = metrics.stat().st_size if metrics.is_file() else 0
+        assert self._metrics is not None
+        length = self._metrics.seek(0, os.SEEK_END)
         if length < metrics_bytes:
             raise RunError(
-                f"{metrics} is shorter than when the checkpoint was written: "
+                f"{self.path / METRICS} is shorter than when the checkpoint was written: "
                 f"{length} bytes, not {metrics_bytes}. The run can't be continued."
             )
-        self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / CONFIG, _record(self._config, self._sha256))
-        self._metrics = metrics.open("ab")
         self._metrics.truncate(metrics_bytes)
         self._metrics.seek(0, os.SEEK_END)
         (self.path / DIVERGED).unlink(missing_ok=True)
@@ -206,25 +193,31 @@ class RunDirectory:
         assert self._metrics is not None
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
-        state = {**state, "format": FORMAT, "metrics_bytes": self._metrics.tell()}
-        write_atomically(self.path / CHECKPOINT, lambda stream: torch.save(state, stream))
+        content = checkpoint.encode({**state, "metrics_bytes": self._metrics.tell()})
+        write_atomically(self.path / CHECKPOINT, lambda stream: stream.write(content))
 
     def diverged(self, message: str) -> None:
         """Note that the run ends here."""
         write_json(self.path / DIVERGED, {"message": message})
 
     def load(self, device: torch.device) -> dict[str, Any] | None:
-        """The checkpoint; None before the first."""
+        """The checkpoint; None if nothing was written before it.
+
+        Raises:
+            RunError: it is damaged, or lost.
+        """
         path = self.path / CHECKPOINT
         if not path.is_file():
+            if (self.path / METRICS).stat().st_size:
+                raise RunError(
+                    f"{self.path} has metrics but no checkpoint: there is nothing to resume from. "
+                    "Start again in another folder."
+                )
             return None
         try:
-            state = torch.load(path, weights_only=True, map_location=device)
-        except Exception as error:  # of many kinds, depending on which byte is wrong
-            raise RunError(f"{path} is damaged: {' '.join(str(error).split())[:200]}") from error
-        if not isinstance(state, dict) or state.get("format") != FORMAT:
-            raise RunError(f"{path} is not a checkpoint that this kronfac can read.")
-        return state
+            return checkpoint.decode(path.read_bytes(), device)
+        except checkpoint.CheckpointError as error:
+            raise RunError(f"{path} {error}") from error
 
     @property
     def files(self) -> list[str]:

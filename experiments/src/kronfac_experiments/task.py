@@ -171,6 +171,7 @@ def own_task(path: Path, encoder: tuple[int, ...]) -> Task:
         raise DataError(f"There is no file {path}; --data takes an .npz file of numpy.savez.")
     content = path.read_bytes()
     arrays = _read(path, content)
+    _refuse_what_would_be_ignored(path, list(arrays))
     cases = _checked(path, "cases", arrays.get("cases", next(iter(arrays.values()))))
     if "test" in arrays:
         train, test = cases, _checked(path, "test", arrays["test"])
@@ -214,6 +215,18 @@ def _read(path: Path, content: bytes) -> dict[str, npt.NDArray[Any]]:
     if not arrays:
         raise DataError(f"{path} holds no arrays.")
     return arrays
+
+
+def _refuse_what_would_be_ignored(path: Path, names: list[str]) -> None:
+    """Refuse targets and whatever else is not the cases and the test cases."""
+    used = ("cases" if "cases" in names else names[0], "test")
+    ignored = [repr(name) for name in names if name not in used]
+    if ignored:
+        raise DataError(
+            f"{path} also holds the array{'s' if len(ignored) > 1 else ''} {', '.join(ignored)}: --data "
+            "trains an autoencoder, whose targets are its inputs, on the arrays 'cases' and 'test'. Leave "
+            "out what is not one of them; for targets of your own, use kronfac.KFAC in a loop of your own."
+        )
 
 
 def _checked(path: Path, name: str, array: npt.NDArray[Any]) -> Tensor:

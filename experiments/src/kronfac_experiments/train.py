@@ -112,6 +112,8 @@ def train(
     if not quiet:
         console.print(describe(config, task))
     with RunDirectory(path, config, task.sha256) as directory:
+        if config.resume is None:  # again: another process may have been here in the meantime
+            run_directory.check_new(path)
         _continue(directory, session, config.limits, device)
         if not quiet:
             began = f", from iteration {session.iteration}" if session.iteration else ""
@@ -240,6 +242,7 @@ def _loop(
 
     with Interrupts(display.stopping) as interrupts:
         if session.iteration == 0:
+            directory.save(session.state_dict())  # from here on, a killed run can be resumed
             record(session.start(), evaluated=True)
             _snapshot(task, session, directory)
         while True:

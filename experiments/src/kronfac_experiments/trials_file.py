@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kronfac_experiments.atomic_files import write_json
 from kronfac_experiments.machine import machine, versions
-from kronfac_experiments.run_directory import RunError, write_json
+from kronfac_experiments.run_directory import RunError
 from kronfac_experiments.train import TrainingInterruptedError
 
 T = TypeVar("T")
