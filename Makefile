@@ -32,15 +32,15 @@ setup: $(DEV)
 # torch comes first and exactly as pinned, so that nothing after it can pull in
 # another build. The pins are for Python 3.11 and later: some of them have no
 # release for 3.10, where only the pin of torch is used.
-$(EXPERIMENTS): pyproject.toml constraints.txt
+$(EXPERIMENTS): pyproject.toml experiments/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "kronfac needs Python 3.10 or later; set PYTHON=...")'
 	@test -x $(BIN)/python || { echo "==> creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
 	then cp constraints.txt $(PINS); else echo "$(TORCH)" > $(PINS); fi
 	@echo "==> installing $(TORCH)"
 	@$(PIP) -c $(PINS) "$(TORCH)"
-	@echo "==> installing kronfac and what its experiments need"
-	@$(PIP) -c $(PINS) -e ".[experiments]"
+	@echo "==> installing kronfac and its experiments"
+	@$(PIP) -c $(PINS) -e . -e ./experiments
 	@touch $(EXPERIMENTS)
 
 $(DEV): $(EXPERIMENTS)

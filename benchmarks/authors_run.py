@@ -20,7 +20,7 @@ import tyro
 from rich.progress import Progress
 
 import kronfac
-from kronfac.experiments import problems
+from kronfac_experiments import problems
 
 # Training error of the authors' run, current parameters.
 AUTHORS_ERROR = {50: 49.08, 100: 23.58, 150: 8.23, 200: 4.352}

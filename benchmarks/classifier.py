@@ -17,8 +17,8 @@ import tyro
 from rich.progress import Progress
 
 import kronfac
-from kronfac.experiments import problems
-from kronfac.experiments.data.mnist import mnist_16x16
+from kronfac_experiments import problems
+from kronfac_experiments.data.mnist import mnist_16x16
 
 PAPER = "| the paper | not said | not said | 7 | 22 | 0 % at 22 |"
 

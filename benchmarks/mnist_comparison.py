@@ -20,16 +20,16 @@ import tyro
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from kronfac.experiments.config import (
+from kronfac_experiments.config import (
     FirstOrderOptions,
     KfacOptions,
     Limits,
     Recording,
     TrainConfig,
 )
-from kronfac.experiments.error_curve import Axis, ErrorCurve, progress_ratio
-from kronfac.experiments.report.runs import Run
-from kronfac.experiments.suite import Member, run_suite
+from kronfac_experiments.error_curve import Axis, ErrorCurve, progress_ratio
+from kronfac_experiments.report.runs import Run
+from kronfac_experiments.suite import Member, run_suite
 
 SECONDS = (30.0, 60.0, 120.0, 300.0)
 ITERATIONS = (50, 100, 150, 200)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kronfac.experiments.cli import main
+from kronfac_experiments.cli import main
 
 TINY = ("--layers", "16,8,3", "--threads", "1", "--batch", "40", "--no-tensorboard")
 
@@ -34,7 +34,7 @@ def train(data: Path, run_dir: Path, *words: object) -> int:
 def start_process(*words: object, folder: Path) -> subprocess.Popen[str]:
     """`kronfac …` in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "kronfac.experiments.cli", *map(str, words)],
+        [sys.executable, "-m", "kronfac_experiments.cli", *map(str, words)],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
         stdout=subprocess.PIPE,

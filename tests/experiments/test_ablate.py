@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import kronfac
+from kronfac import BlockDiagonalInverse, ExactTikhonov, FactoredTikhonov
 from kronfac.diagnostics import exact_fisher
-from kronfac.experiments.ablation import rows
-from kronfac.experiments.ablation import trials as running
-from kronfac.experiments.ablation.rows import ROWS, WHOLE, NoInverse, PlainStep, Row, rows_named
-from kronfac.experiments.ablation.table import lines_of
-from kronfac.experiments.ablation.trials import Trial
-from kronfac.experiments.config import FirstOrderOptions, KfacOptions, TrainConfig
-from kronfac.experiments.optimizers import FirstOrderStepper
-from kronfac.inverses import BlockDiagonalInverse, ExactTikhonov, FactoredTikhonov
+from kronfac_experiments.ablation import rows
+from kronfac_experiments.ablation import trials as running
+from kronfac_experiments.ablation.rows import ROWS, WHOLE, NoInverse, PlainStep, Row, rows_named
+from kronfac_experiments.ablation.table import lines_of
+from kronfac_experiments.ablation.trials import Trial
+from kronfac_experiments.config import FirstOrderOptions, KfacOptions, TrainConfig
+from kronfac_experiments.optimizers import FirstOrderStepper
 from tests.experiments.runs import kronfac as command
 from tests.experiments.runs import rows as metrics
 from tests.experiments.runs import train, write_cases

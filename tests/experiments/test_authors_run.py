@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kronfac
-from kronfac.experiments import problems
+from kronfac_experiments import problems
 
 BESIDE_THE_CLONE = Path(__file__).resolve().parents[3] / "shared" / "data"
 # The objective on the mini-batch before the step, and the mini-batch's size, in the authors' log.

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from kronfac.experiments.baseline import NesterovMomentum, momentum_at
+from kronfac_experiments.baseline import NesterovMomentum, momentum_at
 from tests.conftest import ALGEBRA, normal, spd
 
 

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from kronfac.experiments.bench import refresh, step
-from kronfac.experiments.bench.options import command_line
+from kronfac_experiments.bench import refresh, step
+from kronfac_experiments.bench.options import command_line
 from tests.experiments.runs import kronfac
 
 STEP = ("bench", "step", "--problem", "curves", "--threads", 1)

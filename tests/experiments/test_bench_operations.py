@@ -7,12 +7,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from kronfac import KFAC, AdaptiveGamma, Bernoulli, presets
-from kronfac.experiments.bench import operations
-from kronfac.experiments.bench.power_law import exponent
-from kronfac.experiments.bench.schedule import Schedule
+from kronfac import KFAC, AdaptiveGamma, Bernoulli, BlockTridiagonalInverse, presets
 from kronfac.factors import KroneckerFactors
-from kronfac.inverses import BlockTridiagonalInverse
+from kronfac_experiments.bench import operations
+from kronfac_experiments.bench.power_law import exponent
+from kronfac_experiments.bench.schedule import Schedule
 
 WIDTHS = (7, 12, 5, 9)
 CASES = 36

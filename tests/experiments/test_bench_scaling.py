@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from kronfac import KFAC, Categorical
-from kronfac.experiments.bench import scaling
-from kronfac.experiments.bench.chain import Sizes, cases, network
-from kronfac.experiments.bench.peak_memory import NUMBER, available, measured, theory
-from kronfac.experiments.bench.scaling_tables import Point, ScalingTrial, plots, tables
-from kronfac.experiments.bench.trials import LeftOutError
 from kronfac.inverses.base import pack
+from kronfac_experiments.bench import scaling
+from kronfac_experiments.bench.chain import Sizes, cases, network
+from kronfac_experiments.bench.peak_memory import NUMBER, available, measured, theory
+from kronfac_experiments.bench.scaling_tables import Point, ScalingTrial, plots, tables
+from kronfac_experiments.bench.trials import LeftOutError
 from tests.experiments.runs import kronfac
 
 SIZES = Sizes(width=6, depth=3, batch=50, outputs=4)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kronfac.experiments import cli
-from kronfac.experiments.bench.starts_tables import StartTrial, tables
+from kronfac_experiments import cli
+from kronfac_experiments.bench.starts_tables import StartTrial, tables
 
 
 def trial(

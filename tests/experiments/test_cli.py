@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kronfac import __version__
-from kronfac.experiments.cli import COMMANDS, Command, Group
-from kronfac.experiments.data.mnist import TRAIN_IMAGES
+from kronfac_experiments.cli import COMMANDS, Command, Group
+from kronfac_experiments.data.mnist import TRAIN_IMAGES
 from tests.experiments.runs import kronfac, train, write_cases
 from tests.experiments.test_data import real_data  # noqa: F401 - a fixture
 
@@ -83,8 +83,8 @@ def test_a_group_lists_its_commands(capsys):
 
 def test_only_the_command_that_is_called_is_imported():
     code = (
-        "import sys; from kronfac.experiments.cli import main; main(['bench', '--help']); "
-        "print([name for name in sys.modules if 'experiments.bench' in name])"
+        "import sys; from kronfac_experiments.cli import main; main(['bench', '--help']); "
+        "print([name for name in sys.modules if 'kronfac_experiments.bench' in name])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[]\n")
@@ -179,7 +179,7 @@ def test_a_traceback_for_those_who_ask(monkeypatch):
 
 
 def test_a_bug_is_one_line_too(monkeypatch, capsys):
-    monkeypatch.setattr("kronfac.experiments.data_command.data_command", lambda config: [].missing)
+    monkeypatch.setattr("kronfac_experiments.data_command.data_command", lambda config: [].missing)
     assert kronfac("data") == 1
     assert "unexpected AttributeError" in only_line(capsys)
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from kronfac.experiments.data import faces as faces_module
-from kronfac.experiments.data import fetch as fetch_module
-from kronfac.experiments.data.curves import curves
-from kronfac.experiments.data.faces import cut_patches, faces, olivetti_images, upright_faces
-from kronfac.experiments.data.fetch import DataError, DataFile, fetch, find
-from kronfac.experiments.data.mnist import TEST_LABELS, TRAIN_IMAGES, mnist, mnist_16x16
+from kronfac_experiments.data import faces as faces_module
+from kronfac_experiments.data import fetch as fetch_module
+from kronfac_experiments.data.curves import curves
+from kronfac_experiments.data.faces import cut_patches, faces, olivetti_images, upright_faces
+from kronfac_experiments.data.fetch import DataError, DataFile, fetch, find
+from kronfac_experiments.data.mnist import TEST_LABELS, TRAIN_IMAGES, mnist, mnist_16x16
 
 UNREACHABLE = "http://127.0.0.1:9/"  # the discard port: refuses at once
 BESIDE_THE_CLONE = Path(__file__).resolve().parents[3] / "shared" / "data"

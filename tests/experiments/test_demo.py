@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kronfac.experiments import demo
-from kronfac.experiments.config import TrainConfig
-from kronfac.experiments.report.runs import Run
+from kronfac_experiments import demo
+from kronfac_experiments.config import TrainConfig
+from kronfac_experiments.report.runs import Run
 from tests.experiments.runs import kronfac, rows, write_cases
 
 NAMES = ("kfac", "nesterov", "adamw")

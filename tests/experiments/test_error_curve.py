@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from kronfac.experiments.error_curve import (
+from kronfac_experiments.error_curve import (
     ErrorCurve,
     batch_exponent,
     common_error,
     progress_ratio,
 )
-from kronfac.experiments.report.runs import Run
+from kronfac_experiments.report.runs import Run
 
 
 def falling(rate, m=100, iterations=400, every=10, plateau=0):

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kronfac.experiments import problems
-from kronfac.experiments.config import Limits, resolved
-from kronfac.experiments.figures import (
+from kronfac_experiments import problems
+from kronfac_experiments.config import Limits, resolved
+from kronfac_experiments.figures import (
     FigureConfig,
     figure_9,
     files,
@@ -18,9 +18,9 @@ from kronfac.experiments.figures import (
     methods,
     second_experiment,
 )
-from kronfac.experiments.run_directory import read_config
-from kronfac.experiments.session import Session
-from kronfac.experiments.train import TrainingInterruptedError
+from kronfac_experiments.run_directory import read_config
+from kronfac_experiments.session import Session
+from kronfac_experiments.train import TrainingInterruptedError
 
 FIRST = figure_9.Setting(
     lambda0=1.0,

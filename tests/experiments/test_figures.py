@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kronfac import KFAC
-from kronfac.experiments import problems
-from kronfac.experiments.data.mnist import LabelledImages, Mnist
-from kronfac.experiments.figures import FIGURES, FigureConfig, figure_7, files, make_figure, network
+from kronfac_experiments import problems
+from kronfac_experiments.data.mnist import LabelledImages, Mnist
+from kronfac_experiments.figures import FIGURES, FigureConfig, figure_7, files, make_figure, network
 
 TINY = figure_7.Setting("tiny", 6, 10, True, 10.0, 0.01, 10.0, 4)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from kronfac.errors import KronfacError
-from kronfac.experiments.bench.ordinary.config import LEARNING_RATES, TUNING_SEED
-from kronfac.experiments.bench.ordinary.problems import PROBLEMS
-from kronfac.experiments.bench.ordinary.run import (
+from kronfac import KronfacError
+from kronfac_experiments.bench.ordinary.config import LEARNING_RATES, TUNING_SEED
+from kronfac_experiments.bench.ordinary.problems import PROBLEMS
+from kronfac_experiments.bench.ordinary.run import (
     MARKS,
     Run,
     adamw,
@@ -21,9 +21,9 @@ from kronfac.experiments.bench.ordinary.run import (
     run_side_by_side,
     shuffled_batches,
 )
-from kronfac.experiments.bench.ordinary.score import FLOOR, lines_of, summary
-from kronfac.experiments.bench.ordinary.trials import ADAMW_NAME, KFAC_NAME, Trial
-from kronfac.experiments.task import Cases
+from kronfac_experiments.bench.ordinary.score import FLOOR, lines_of, summary
+from kronfac_experiments.bench.ordinary.trials import ADAMW_NAME, KFAC_NAME, Trial
+from kronfac_experiments.task import Cases
 from tests.experiments.runs import kronfac
 
 # ---------------------------------------------------------------------------------------------- run

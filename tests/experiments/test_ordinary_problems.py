@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from kronfac.experiments.bench.ordinary import problems as data
-from kronfac.experiments.bench.ordinary.problems import PROBLEMS, problems_named
-from kronfac.experiments.task import Cases
+from kronfac_experiments.bench.ordinary import problems as data
+from kronfac_experiments.bench.ordinary.problems import PROBLEMS, problems_named
+from kronfac_experiments.task import Cases
 
 SIZES = {
     "digits": (1198, 599),

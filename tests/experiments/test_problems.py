@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from kronfac.experiments.data.mnist import TRAIN_IMAGES, mnist
-from kronfac.experiments.problems import (
+from kronfac_experiments.data.mnist import TRAIN_IMAGES, mnist
+from kronfac_experiments.problems import (
     CURVES,
     FACES,
     MNIST,
@@ -18,7 +18,7 @@ from kronfac.experiments.problems import (
     load,
     reconstruction_error,
 )
-from kronfac.experiments.task import regression_task
+from kronfac_experiments.task import regression_task
 
 BESIDE_THE_CLONE = Path(__file__).resolve().parents[3] / "shared" / "data"
 SMALL = Problem("small", (12, 8, 3, 8, 12), "bernoulli", 1e-5, train_cases=1, test_cases=1)

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from kronfac.experiments.bench.race import kfac_jax_runs, peers, running, trials
-from kronfac.experiments.bench.race.config import TUNING_SEED, RaceConfig
-from kronfac.experiments.bench.race.contests import CONTESTS
-from kronfac.experiments.bench.race.muon import Muon, orthogonalised
-from kronfac.experiments.bench.race.peers import FIELD, GROWING, KFAC, KFAC_JAX, Package, Peer
-from kronfac.experiments.bench.race.running import Race
-from kronfac.experiments.bench.race.standings import lines_of
-from kronfac.experiments.bench.race.trials import Entry, Trial, marks, run_here
-from kronfac.experiments.config import PROBLEMS
-from kronfac.experiments.task import regression_task
+from kronfac_experiments.bench.race import kfac_jax_runs, peers, running, trials
+from kronfac_experiments.bench.race.config import TUNING_SEED, RaceConfig
+from kronfac_experiments.bench.race.contests import CONTESTS
+from kronfac_experiments.bench.race.muon import Muon, orthogonalised
+from kronfac_experiments.bench.race.peers import FIELD, GROWING, KFAC, KFAC_JAX, Package, Peer
+from kronfac_experiments.bench.race.running import Race
+from kronfac_experiments.bench.race.standings import lines_of
+from kronfac_experiments.bench.race.trials import Entry, Trial, marks, run_here
+from kronfac_experiments.config import PROBLEMS
+from kronfac_experiments.task import regression_task
 from tests.experiments.runs import kronfac
 
 TINY = ("--problems", "friedman", "--threads", 1, "--evaluation-cases", 200, "--seeds", 1)

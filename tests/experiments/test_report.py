@@ -13,12 +13,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from kronfac.errors import KronfacError
-from kronfac.experiments.report import ReportConfig, ReportError, write_report
-from kronfac.experiments.report.pictures import grey_range, png, spread, strip
-from kronfac.experiments.report.runs import read_runs
-from kronfac.experiments.report.tables import best_first, flatten, number
-from kronfac.experiments.report.thinning import thin
+from kronfac import KronfacError
+from kronfac_experiments.report import ReportConfig, ReportError, write_report
+from kronfac_experiments.report.pictures import grey_range, png, spread, strip
+from kronfac_experiments.report.runs import read_runs
+from kronfac_experiments.report.tables import best_first, flatten, number
+from kronfac_experiments.report.thinning import thin
 from tests.experiments.fabricated_runs import config, metrics, reconstructions, write_run
 
 VOID = {"meta", "link", "img", "br"}

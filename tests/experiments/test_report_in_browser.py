@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kronfac.experiments.report import ReportConfig, write_report
+from kronfac_experiments.report import ReportConfig, write_report
 from tests.experiments import browser
 from tests.experiments.fabricated_runs import config, metrics, write_run
 

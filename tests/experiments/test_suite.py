@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from kronfac.experiments import suite
-from kronfac.experiments.config import FirstOrderOptions, Limits, TrainConfig
-from kronfac.experiments.run_directory import RunError
-from kronfac.experiments.suite import Member, run_suite
-from kronfac.experiments.train import TrainingInterruptedError
+from kronfac_experiments import suite
+from kronfac_experiments.config import FirstOrderOptions, Limits, TrainConfig
+from kronfac_experiments.run_directory import RunError
+from kronfac_experiments.suite import Member, run_suite
+from kronfac_experiments.train import TrainingInterruptedError
 from tests.experiments.runs import assert_same_run, write_cases
 
 QUIET = Console(quiet=True)

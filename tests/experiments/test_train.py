@@ -10,18 +10,18 @@ import torch
 from torch.testing import assert_close
 
 import kronfac as library
-from kronfac.experiments import problems
-from kronfac.experiments.config import (
+from kronfac_experiments import problems
+from kronfac_experiments.config import (
     FirstOrderOptions,
     KfacOptions,
     Limits,
     TrainConfig,
     resolved,
 )
-from kronfac.experiments.config_json import from_json, to_json
-from kronfac.experiments.evaluation import EvaluationSchedule, snapshot_due
-from kronfac.experiments.optimizers import KfacStepper
-from kronfac.experiments.task import load_task
+from kronfac_experiments.config_json import from_json, to_json
+from kronfac_experiments.evaluation import EvaluationSchedule, snapshot_due
+from kronfac_experiments.optimizers import KfacStepper
+from kronfac_experiments.task import load_task
 from tests.conftest import mlp, normal
 from tests.experiments.runs import checkpoint, kronfac, rows, train, write_cases
 from tests.experiments.test_data import real_data  # noqa: F401 - a fixture

@@ -24,9 +24,9 @@ from sklearn import datasets
 from torch import Tensor, nn
 
 import kronfac
-from kronfac.experiments.data.curves import curves
-from kronfac.experiments.data.mnist import TRAIN_IMAGES, mnist
-from kronfac.experiments.problems import CURVES, MNIST, build_model
+from kronfac_experiments.data.curves import curves
+from kronfac_experiments.data.mnist import TRAIN_IMAGES, mnist
+from kronfac_experiments.problems import CURVES, MNIST, build_model
 
 RECORDED = Path(__file__).parent / "recorded.json"
 DATA = Path(os.environ.get("KRONFAC_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))

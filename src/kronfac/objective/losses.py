@@ -7,8 +7,8 @@
 | `binary_cross_entropy_with_logits` | Bernoulli | 1 / (terms · event) | 1 |
 | `cross_entropy` | Categorical | 1 / Σw | 1 |
 
-So `MSELoss()` is the average negative log-likelihood of a Gaussian with variance event / 2. A loss module of
-torch calls the function of the same name, so both are read here.
+So `MSELoss()` is the average negative log-likelihood of a Gaussian with variance event / 2. A loss module
+of torch calls the function of the same name, so both are read here.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,140 @@
+"""The training error of a run where it was evaluated, and how much faster one run's falls than another's.
+
+x(e), on an axis of iterations, cases or seconds, is where the error is e for the first time. Between two
+evaluations log(error) is taken to be linear: 10 iterations apart, the comparison of two runs would
+otherwise be one of the grid.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from kronfac_experiments.report.runs import Column, Run
+
+Axis = Literal["iteration", "cases", "seconds"]
+
+
+@dataclass(frozen=True)
+class ErrorCurve:
+    """Evaluations in order; errors are finite."""
+
+    iteration: Column
+    cases: Column
+    seconds: Column
+    error: Column
+    """The smaller one of current and averaged parameters, as [MG15 §13] reports it."""
+    diverged: bool = False
+    """Whether the run ended because it diverged."""
+
+    @classmethod
+    def of(cls, run: Run) -> "ErrorCurve":
+        """The evaluations of the run, without those that were not finite."""
+        columns = run.columns
+        error = np.fmin(columns["train_error"], columns["averaged_train_error"])
+        rows = np.isfinite(error)
+        return cls(
+            iteration=columns["iteration"][rows],
+            cases=columns["cases"][rows],
+            seconds=columns["seconds"][rows],
+            error=error[rows],
+            diverged=run.diverged,
+        )
+
+    @property
+    def last(self) -> float:
+        """The error at the end of the run; ∞ if it diverged."""
+        return math.inf if self.diverged else float(self.error[-1])
+
+    def along(self, axis: Axis) -> Column:
+        """Where the evaluations are on the axis."""
+        column: Column = getattr(self, axis)
+        return column
+
+    @property
+    def lowest(self) -> float:
+        """The smallest error."""
+        return float(self.error.min())
+
+    def end(self, axis: Axis) -> float:
+        """Where the last evaluation is."""
+        return float(self.along(axis)[-1])
+
+    def at(self, axis: Axis, mark: float) -> float | None:
+        """The error at the mark; None beyond the last evaluation."""
+        x = self.along(axis)
+        if not x[0] <= mark <= x[-1]:
+            return None
+        return float(np.exp(np.interp(mark, x, np.log(self.error))))
+
+    def reaches(self, axis: Axis, target: float) -> float | None:
+        """x(target); None if the error never gets there."""
+        below = np.flatnonzero(self.error <= target)
+        if not len(below):
+            return None
+        x, k = self.along(axis), int(below[0])
+        if k == 0:
+            return float(x[0])
+        before, after = float(self.error[k - 1]), float(self.error[k])
+        if after == 0:  # of cases misclassified, say: no logarithm
+            return float(x[k])
+        share = math.log(before / target) / math.log(before / after)
+        return float(x[k - 1] + share * (x[k] - x[k - 1]))
+
+
+def common_error(one: ErrorCurve, other: ErrorCurve) -> float:
+    """The lowest error that both reach."""
+    return max(one.lowest, other.lowest)
+
+
+def progress_ratio(
+    fast: ErrorCurve, slow: ErrorCurve, axis: Axis, last: float, first: float = math.inf
+) -> float | None:
+    """How many times the progress of `slow` a unit of the axis is worth to `fast`, in one stage.
+
+    (x_slow(last) − x_slow(first)) / (x_fast(last) − x_fast(first))
+
+    Args:
+        fast: 1.3 means that it makes 30 % more progress an iteration, a case or a second.
+        slow: What it is compared with.
+        axis: Which of these.
+        last: Error at the end of the stage.
+        first: Error at its beginning; ∞ is the start of the runs.
+
+    Returns:
+        None if one of them does not reach `last`, or begins below it or below a finite `first`.
+    """
+    lengths = []
+    for curve in (fast, slow):
+        if math.isfinite(first) and curve.error[0] < first:
+            return None
+        begin, end = curve.reaches(axis, first), curve.reaches(axis, last)
+        if begin is None or end is None or end <= begin:
+            return None
+        lengths.append(end - begin)
+    return lengths[1] / lengths[0]
+
+
+def batch_exponent(
+    large: ErrorCurve, small: ErrorCurve, batch_ratio: float, last: float, first: float = math.inf
+) -> float | None:
+    """p, if the progress an iteration from error `first` to `last` is proportional to mᵖ.
+
+    p = log(progress_ratio an iteration) / log(m_large / m_small)
+
+    p > 1 is super-linear: the larger mini-batch needs fewer cases for the stage, as the ratio of cases is
+    (m_large / m_small)^(1 − p). p = 1 is linear, the same cases; p = 0 is no gain at all.
+
+    Args:
+        large: The run with the larger mini-batches.
+        small: The run with the smaller ones.
+        batch_ratio: m_large / m_small.
+        last: Error at the end of the stage.
+        first: Error at its beginning; ∞ is the start of the runs.
+
+    Returns:
+        None as for `progress_ratio`.
+    """
+    ratio = progress_ratio(large, small, "iteration", last, first)
+    return None if ratio is None else math.log(ratio) / math.log(batch_ratio)

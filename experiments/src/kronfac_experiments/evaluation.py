@@ -1,0 +1,67 @@
+"""When the error is measured, and on what."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from kronfac_experiments.task import Task
+
+EARLY = 100
+EARLY_EVERY = 10
+SNAPSHOT_CASES = 8
+
+
+@dataclass(frozen=True)
+class EvaluationSchedule:
+    """Every 10 iterations up to 100, then every `every`, and once at each of `seconds`.
+
+    Args:
+        every: Iterations; 0 for no evaluations but the first and the last, which always take place.
+        seconds: Of optimiser time.
+    """
+
+    every: int
+    seconds: tuple[float, ...] = ()
+
+    def due(self, iteration: int, before: float, after: float) -> bool:
+        """Whether to evaluate after this iteration, which took the clock from `before` to `after`."""
+        if any(before < mark <= after for mark in self.seconds):
+            return True
+        if not self.every:
+            return False
+        every = min(EARLY_EVERY, self.every) if iteration <= EARLY else self.every
+        return iteration % every == 0
+
+
+def snapshot_due(iteration: int) -> bool:
+    """Whether to keep reconstructions: at 0, 10, 50, then 100, 200, 500 and their decimal multiples."""
+    if iteration in (0, 10, 50):
+        return True
+    while iteration >= 1000 and iteration % 10 == 0:
+        iteration //= 10
+    return iteration in (100, 200, 500)
+
+
+def evaluate(
+    task: Task, model: nn.Module, average: AveragedModel | None, cases: int | None = None
+) -> dict[str, float]:
+    """Training and test error of the current and, once there are any, the averaged parameters.
+
+    Args:
+        task: Its data, and the error.
+        model: Current parameters.
+        average: Averaged ones.
+        cases: Of each set to measure on, the first ones; None for all.
+    """
+    train, test = task.train.first(cases), task.test.first(cases)
+    errors = {"train_error": task.error(model, train), "test_error": task.error(model, test)}
+    if average is not None and int(average.n_averaged) > 0:
+        errors["averaged_train_error"] = task.error(average, train)
+        errors["averaged_test_error"] = task.error(average, test)
+    return errors
+
+
+def best_error(errors: dict[str, float]) -> float:
+    """The smaller training error of current and averaged parameters, as [MG15 §13] reports it."""
+    return min(errors["train_error"], errors.get("averaged_train_error", float("inf")))

@@ -1,0 +1,263 @@
+"""One interface to K-FAC, the baseline and everything in `torch.optim`: step, and say what was done."""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kronfac import (
+    KFAC,
+    AdaptiveDamping,
+    ConjugateGradients,
+    KronfacError,
+    LongMemory,
+    SampledFisher,
+    presets,
+)
+from kronfac.objective import Likelihood
+from kronfac.report import Stopwatch
+from kronfac_experiments.baseline import NesterovMomentum, momentum_at
+from kronfac_experiments.config import TORCH_OPTIMIZERS, TrainConfig
+
+CHUNK = 5000
+"""Rows of a mini-batch at a time, as in the authors' program: memory does not grow with the batch."""
+
+
+class TrainingFailedError(KronfacError):
+    """Training cannot go on."""
+
+    exit_code = 1
+
+
+class DivergedError(TrainingFailedError):
+    """The optimizer left the numbers behind: it would do so again."""
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What a step did, in the paper's names; None where an optimizer has no such thing."""
+
+    loss: float
+    """Of the mini-batch before the step, without the weight-decay term."""
+    lambda_: float | None = None
+    gamma: float | None = None
+    rho: float | None = None
+    next_rho: float | None = None
+    """ρ of the step before, on this step's mini-batch."""
+    trials: int = 0
+    """Evaluations of the mini-batch beyond those of an ordinary step."""
+    alpha: float | None = None
+    """Coefficient of the new direction: α of K-FAC, the learning rate of the others."""
+    mu: float | None = None
+    """Coefficient of the previous update."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds by part."""
+    events: tuple[str, ...] = ()
+    refused: bool = False
+
+
+class Stepper(Protocol):
+    """An optimizer on a model and a loss."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What a checkpoint has to keep."""
+        ...
+
+    def start(self) -> StepNumbers:
+        """The numbers before the first step; the loss is NaN."""
+        ...
+
+    def step(self, x: Tensor, y: Tensor) -> StepNumbers:
+        """One step on a mini-batch."""
+        ...
+
+
+StepperMaker = Callable[[TrainConfig, nn.Module, Likelihood], Stepper]
+"""Makes an optimizer from a resolved configuration."""
+
+
+def make_stepper(config: TrainConfig, model: nn.Module, loss: Likelihood) -> Stepper:
+    """The optimizer that a resolved configuration describes."""
+    if config.optimizer == "kfac":
+        return KfacStepper(_kfac(config, model, loss))
+    return FirstOrderStepper(config, model, loss)
+
+
+def _kfac(config: TrainConfig, model: nn.Module, loss: Likelihood) -> KFAC:
+    """With the constants of a preset and what the configuration changes of them."""
+    options = config.kfac
+    settings: dict[str, Any] = presets.paper() if options.preset == "paper" else {}
+    damping = settings.get("damping", AdaptiveDamping())
+    settings |= {
+        "damping": replace(damping, lambda_=options.lambda0),
+        "step_size": ConjugateGradients(
+            momentum=options.momentum,
+            bounded=options.preset == "default",
+            memory=LongMemory() if options.preset == "default" else None,
+            cg_steps=options.cg_steps,
+        ),
+        "statistics_fraction": options.statistics_fraction,
+        "fisher_fraction": options.fisher_fraction,
+    }
+    return KFAC(
+        model,
+        loss,
+        inverse=options.inverse,
+        weight_decay=config.weight_decay or 0.0,
+        fisher=SampledFisher(seed=config.seed),
+        **settings,
+    )
+
+
+class KfacStepper:
+    """K-FAC, in chunks where the mini-batch is large."""
+
+    def __init__(self, optimizer: KFAC) -> None:
+        self.optimizer = optimizer
+
+    def start(self) -> StepNumbers:
+        """λ₀ and γ₀, where they are known before the first mini-batch."""
+        settings = self.optimizer.settings
+        lambda_ = settings.damping.lambda_
+        if lambda_ is None:
+            return StepNumbers(math.nan)
+        weight_decay = float(self.optimizer.param_groups[0]["weight_decay"])
+        gamma = settings.gamma.initial(lambda_, weight_decay)
+        return StepNumbers(math.nan, lambda_=lambda_, gamma=gamma)
+
+    def step(self, x: Tensor, y: Tensor) -> StepNumbers:
+        """One step."""
+        self.optimizer.step(self.optimizer.closure(x, y, chunk=CHUNK))
+        report = self.optimizer.report
+        assert report is not None
+        return StepNumbers(
+            loss=report.loss,
+            lambda_=report.lambda_,
+            gamma=report.gamma,
+            rho=report.rho,
+            next_rho=report.next_rho,
+            # After a step that was taken back the mini-batch is gone through again.
+            trials=report.trials + sum(event.kind == "taken_back" for event in report.events),
+            alpha=report.alpha,
+            mu=report.mu,
+            parts=dict(report.seconds),
+            events=tuple(f"{event.kind}: {event.message}" for event in report.events),
+            refused=report.refused,
+        )
+
+
+class ClosureStepper:
+    """An optimizer that wants nothing but the loss and its gradient.
+
+    Args:
+        name: For messages.
+        optimizer: On the model's parameters.
+        model: Its parameters get the gradients.
+        loss: Averaged over the rows.
+        closure_decay: η of the term η/2 ‖θ‖², where the optimizer does not see to it by itself.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        loss: Likelihood,
+        closure_decay: float = 0.0,
+    ) -> None:
+        self._name, self.optimizer = name, optimizer
+        self._model, self._loss = model, loss
+        self._closure_decay = closure_decay
+
+    def start(self) -> StepNumbers:
+        """Nothing but the learning rate and the first μ."""
+        return StepNumbers(math.nan, alpha=self._rate(), mu=self._momentum())
+
+    def step(self, x: Tensor, y: Tensor) -> StepNumbers:
+        """One step; a loss that is not finite stops before the parameters are touched."""
+        watch = Stopwatch()
+        losses: list[float] = []
+        alpha, mu = self._rate(), self._momentum()
+
+        def closure() -> Tensor:
+            with watch("gradient"):
+                value = self._gradient(x, y)
+                # Reading the number also waits for a device that works behind.
+                losses.append(float(value))
+                if not math.isfinite(losses[-1]):
+                    raise DivergedError(
+                        f"The loss became {losses[-1]} with {self._name}, learning rate {alpha}: "
+                        "the run diverged; a smaller --lr may help."
+                    )
+                return self._with_decay(value)
+
+        with watch("update"):
+            self.optimizer.step(closure)  # type: ignore[arg-type]
+        watch.seconds["update"] -= watch.seconds["gradient"]
+        return StepNumbers(losses[0], alpha=alpha, mu=mu, parts=dict(watch.seconds))
+
+    def _gradient(self, x: Tensor, y: Tensor) -> Tensor:
+        """Mean loss over the rows; its gradient is left in the parameters."""
+        self.optimizer.zero_grad()
+        total = torch.zeros((), device=x.device, dtype=x.dtype)
+        for inputs, targets in zip(x.split(CHUNK), y.split(CHUNK), strict=True):
+            loss = self._loss(self._model(inputs), targets) * (len(inputs) / len(x))
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def _with_decay(self, loss: Tensor) -> Tensor:
+        if not self._closure_decay:
+            return loss
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.add_(parameter, alpha=self._closure_decay)
+                loss = loss + self._closure_decay / 2 * parameter.square().sum()
+        return loss
+
+    def _rate(self) -> float | None:
+        rate = self.optimizer.param_groups[0].get("lr")
+        return None if rate is None else float(rate)
+
+    def _momentum(self) -> float | None:
+        group = self.optimizer.param_groups[0]
+        if isinstance(self.optimizer, NesterovMomentum):
+            return momentum_at(group["updates"], group["mu_max"])
+        momentum = group.get("momentum")
+        return float(momentum) if isinstance(momentum, int | float) else None
+
+
+class FirstOrderStepper(ClosureStepper):
+    """Nesterov momentum, or a class of `torch.optim` with its own defaults.
+
+    An optimizer with an argument `weight_decay` gets η there; to others the closure gives the loss
+    and the gradient of the objective with the term η/2 ‖θ‖².
+    """
+
+    def __init__(self, config: TrainConfig, model: nn.Module, loss: Likelihood) -> None:
+        parameters = list(model.parameters())
+        eta = config.weight_decay or 0.0
+        options = config.first_order
+        if config.optimizer == "nag":
+            assert options.lr is not None
+            assert options.mu_max is not None
+            baseline = NesterovMomentum(
+                parameters, lr=options.lr, mu_max=options.mu_max, weight_decay=eta
+            )
+            super().__init__(config.optimizer, baseline, model, loss)
+            return
+        kind: Callable[..., torch.optim.Optimizer] = TORCH_OPTIMIZERS[config.optimizer]
+        accepted = inspect.signature(kind).parameters
+        arguments = {"weight_decay": eta} if "weight_decay" in accepted else {}
+        if options.lr is not None:
+            if not 0 < options.lr < math.inf:
+                raise ValueError(f"--lr is positive and finite; got {options.lr}.")
+            arguments["lr"] = options.lr
+        decay = 0.0 if "weight_decay" in accepted else eta
+        super().__init__(config.optimizer, kind(parameters, **arguments), model, loss, decay)

@@ -1,0 +1,183 @@
+"""The three deep autoencoders of [MG15 §13], the small classifier of [MG15 §3], and a regression.
+
+The problems are those of Hinton and Salakhutdinov (2006), as the authors' program sets them up:
+logistic hidden units, a linear code layer, sparse initialisation. Models end in a linear layer,
+and the output non-linearity is part of the loss. Data is (cases, pixels), input and target alike.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from kronfac import sparse_
+from kronfac_experiments.data.curves import curves
+from kronfac_experiments.data.faces import faces
+from kronfac_experiments.data.mnist import mnist
+
+Loss = Literal["bernoulli", "gaussian"]
+
+CLASSIFIER_LAYERS = (256, 20, 20, 20, 20, 20, 10)
+REGRESSION_LAYERS = (10, 50, 50, 50, 1)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An autoencoder and its objective.
+
+    Args:
+        name: What `load` and `PROBLEMS` know it by.
+        layers: Widths from input to output; the one in the middle is the code.
+        loss: `bernoulli`: outputs are logits, cross-entropy summed over pixels; `gaussian`: outputs
+            are the reconstruction, half the squared error. Averaged over cases.
+        weight_decay: η of the term η/2 ‖θ‖², biases included.
+        train_cases: Of the data that `load` gives.
+        test_cases: Of the data that `load` gives.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    loss: Loss
+    weight_decay: float
+    train_cases: int
+    test_cases: int
+
+    def __post_init__(self) -> None:
+        if len(self.layers) < 3 or len(self.layers) % 2 == 0:
+            raise ValueError(
+                "Problem needs an odd number of widths, three or more, so that the code layer is "
+                f"in the middle; '{self.name}' has layers={self.layers}."
+            )
+
+    @property
+    def code_layer(self) -> int:
+        """The index, from 0, of the linear layer whose outputs are the code."""
+        return len(self.layers) // 2 - 1
+
+    @property
+    def parameters(self) -> int:
+        """The number of weights and biases."""
+        return sum((inputs + 1) * outputs for inputs, outputs in pairwise(self.layers))
+
+
+def _mirrored(*encoder: int) -> tuple[int, ...]:
+    return encoder + encoder[-2::-1]
+
+
+CURVES = Problem(
+    name="curves",
+    layers=_mirrored(784, 400, 200, 100, 50, 25, 6),
+    loss="bernoulli",
+    weight_decay=1e-5,
+    train_cases=20_000,
+    test_cases=10_000,
+)
+MNIST = Problem(
+    name="mnist",
+    layers=_mirrored(784, 1000, 500, 250, 30),
+    loss="bernoulli",
+    weight_decay=1e-5,
+    train_cases=60_000,
+    test_cases=10_000,
+)
+FACES = Problem(
+    name="faces",
+    layers=_mirrored(625, 2000, 1000, 500, 30),
+    loss="gaussian",
+    weight_decay=5e-6,
+    train_cases=103_500,
+    test_cases=41_400,
+)
+PROBLEMS = {problem.name: problem for problem in (CURVES, MNIST, FACES)}
+
+
+def load(name: str) -> tuple[Tensor, Tensor]:
+    """The training and the test cases of the problem of that name.
+
+    MNIST and the photographs of FACES are downloaded when they are not on the machine; CURVES and
+    the patches of FACES are generated, in seconds, and always the same.
+    """
+    if name not in PROBLEMS:
+        raise ValueError(f"load knows the problems {', '.join(PROBLEMS)}; got {name!r}.")
+    if name == "mnist":
+        images = mnist()
+        return images.train.images, images.test.images
+    if name == "faces":
+        patches = faces()
+        return patches.train, patches.test
+    train, test = curves(CURVES.train_cases + CURVES.test_cases).split(
+        [CURVES.train_cases, CURVES.test_cases]
+    )
+    return train, test
+
+
+def build_model(problem: Problem, seed: int) -> nn.Sequential:
+    """The autoencoder, sparsely initialised; the global generator is left alone."""
+    modules: list[nn.Module] = []
+    for index, layer in enumerate(_linear_layers(problem.layers)):
+        modules.append(layer)
+        if index not in (problem.code_layer, len(problem.layers) - 2):
+            modules.append(nn.Sigmoid())
+    return sparse_(nn.Sequential(*modules), generator=torch.Generator().manual_seed(seed))
+
+
+def classifier_model(seed: int) -> nn.Sequential:
+    """The 256-20-20-20-20-20-10 tanh network of [MG15 §3], for `mnist_16x16`; outputs are logits.
+
+    The paper does not say how it was initialised. Here it is Glorot and Bengio's (2010) uniform
+    initialisation, which was made for tanh: W ~ U(−r, r), r = √(6 / (in + out)), biases 0.
+    """
+    return _tanh_network(CLASSIFIER_LAYERS, seed)
+
+
+def regression_model(seed: int) -> nn.Sequential:
+    """A tanh network for `friedman`, initialised as the classifier is; its output is the prediction."""
+    return _tanh_network(REGRESSION_LAYERS, seed)
+
+
+def _tanh_network(widths: tuple[int, ...], seed: int) -> nn.Sequential:
+    generator = torch.Generator().manual_seed(seed)
+    modules: list[nn.Module] = []
+    for layer in _linear_layers(widths):
+        nn.init.xavier_uniform_(layer.weight, generator=generator)
+        nn.init.zeros_(layer.bias)
+        modules += [layer, nn.Tanh()]
+    return nn.Sequential(*modules[:-1])
+
+
+def _linear_layers(widths: tuple[int, ...]) -> list[nn.Linear]:
+    """Layers with memory for parameters but no values: no draw from the global generator."""
+    layers = []
+    for inputs, outputs in pairwise(widths):
+        layer = nn.utils.skip_init(nn.Linear, inputs, outputs)
+        assert isinstance(layer, nn.Linear)
+        layers.append(layer)
+    return layers
+
+
+@torch.no_grad()
+def reconstruction_error(
+    model: nn.Module, x: Tensor, chunk: int = 5000, *, problem: Problem
+) -> float:
+    """The squared error that the figures of [MG15 §13] show: ‖r(x) − x‖², averaged over cases.
+
+    r is the logistic function of the outputs for a `bernoulli` loss and the outputs themselves
+    for a `gaussian` one. Summed over pixels, without a factor ½.
+
+    Args:
+        model: What `build_model(problem, …)` gives, or its average.
+        x: (cases, pixels).
+        chunk: Cases at a time, to bound the memory.
+        problem: Says what the outputs mean.
+    """
+    if not len(x):
+        raise ValueError("reconstruction_error needs at least one case, got none.")
+    total = 0.0
+    for part in x.split(chunk):
+        outputs = model(part)
+        reconstruction = outputs.sigmoid() if problem.loss == "bernoulli" else outputs
+        # A sum over all of MNIST is too long for float32.
+        total += (reconstruction - part).square().sum(dtype=torch.float64).item()
+    return total / len(x)

@@ -1,0 +1,240 @@
+"""The folder of a run: what is in it, and how it survives being killed.
+
+- `config.json`: the configuration, versions and machine
+- `metrics.jsonl`: an object an iteration
+- `reconstructions.npz`: `originals` (8, d), `iterations` (s,), `reconstructions` (s, 8, d)
+- `checkpoint.pt`: all that the next iteration depends on, and the length of `metrics.jsonl` then;
+  written first before the first iteration, with a checksum
+- `tensorboard/`: events
+- `diverged.json`: why the run can't go on, if it diverged
+
+Files are replaced whole. `metrics.jsonl` only grows, and is cut back to where the checkpoint left it when a
+run goes on; it is locked as long as a process trains in the folder.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kronfac import KronfacError
+from kronfac_experiments import checkpoint
+from kronfac_experiments.atomic_files import is_unfinished, write_atomically, write_json
+from kronfac_experiments.config import TrainConfig
+from kronfac_experiments.config_json import from_json, to_json
+from kronfac_experiments.file_lock import try_lock
+from kronfac_experiments.machine import machine, versions
+from kronfac_experiments.optimizers import DivergedError
+
+FORMAT = 1
+CONFIG, METRICS, CHECKPOINT = "config.json", "metrics.jsonl", "checkpoint.pt"
+RECONSTRUCTIONS, TENSORBOARD, DIVERGED = "reconstructions.npz", "tensorboard", "diverged.json"
+
+
+class RunError(KronfacError):
+    """A run directory is missing, in the way, or not what it should be."""
+
+
+def check_new(path: Path) -> None:
+    """Refuse a folder that has something in it."""
+    if path.exists() and (not path.is_dir() or not all(map(_is_left_by_a_start, path.iterdir()))):
+        raise RunError(
+            f"{path} is there already, and runs are not overwritten: continue it with "
+            f"--resume {path}, or name another folder with --run-dir."
+        )
+
+
+def _is_left_by_a_start(path: Path) -> bool:
+    """Whether a run that was killed before it wrote its configuration left it."""
+    return is_unfinished(path) or (path.name == METRICS and path.stat().st_size == 0)
+
+
+def check_not_diverged(path: Path) -> None:
+    """Raise what the run in this folder ended with, if it diverged."""
+    file = path / DIVERGED
+    if file.is_file():
+        try:
+            message = json.loads(file.read_text(encoding="utf-8"))["message"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{file} is damaged: {error!r}.") from error
+        raise DivergedError(message)
+
+
+def read_config(path: Path) -> TrainConfig:
+    """The configuration of the run in this folder."""
+    return from_json(_read_record(path))
+
+
+def check_data(path: Path, sha256: str | None) -> None:
+    """Refuse to go on with other data than the run began with."""
+    if _read_record(path)["data_sha256"] != sha256:
+        raise RunError(f"The data file of {path} has changed since that run began.")
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise RunError(f"There is no run directory {path}.")
+    file = path / CONFIG
+    if not file.is_file():
+        raise RunError(f"{path} is no run directory: it has no {CONFIG}.")
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunError(f"{file} is damaged: {error}.") from error
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise RunError(f"{file} is not of a run that this kronfac can continue.")
+    return record
+
+
+class RunDirectory:
+    """An open run: a context that makes the folder, keeps other processes out, and closes its files.
+
+    Args:
+        path: The folder.
+        config: Resolved.
+        sha256: Of a user's own data file.
+    """
+
+    def __init__(self, path: Path, config: TrainConfig, sha256: str | None) -> None:
+        self.path = path
+        self._config, self._sha256 = config, sha256
+        self._metrics: IO[bytes] | None = None
+        self._writer: Any = None
+        self._snapshots: dict[int, npt.NDArray[np.floating[Any]]] = {}
+
+    def __enter__(self) -> "RunDirectory":
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._metrics = (self.path / METRICS).open("ab")
+        if not try_lock(self._metrics):
+            self._metrics.close()
+            raise RunError(
+                f"Another process is training in {self.path}: wait until it has ended, or name "
+                "another folder with --run-dir."
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def start(self, iteration: int, metrics_bytes: int) -> None:
+        """Open for writing; forget what came after this iteration, when the metrics had that length."""
+        assert self._metrics is not None
+        length = self._metrics.seek(0, os.SEEK_END)
+        if length < metrics_bytes:
+            raise RunError(
+                f"{self.path / METRICS} is shorter than when the checkpoint was written: "
+                f"{length} bytes, not {metrics_bytes}. The run can't be continued."
+            )
+        write_json(self.path / CONFIG, _record(self._config, self._sha256))
+        self._metrics.truncate(metrics_bytes)
+        self._metrics.seek(0, os.SEEK_END)
+        (self.path / DIVERGED).unlink(missing_ok=True)
+        self._snapshots = self._read_snapshots(iteration)
+        if self._config.recording.tensorboard:
+            # Slow to import, and warns of its own dependencies.
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+
+            folder = str(self.path / TENSORBOARD)
+            self._writer = SummaryWriter(folder, purge_step=iteration + 1 if iteration else None)
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Add an iteration; numbers that are not finite, which JSON has not, become null."""
+        assert self._metrics is not None
+        clean = {name: _finite(value) for name, value in row.items()}
+        self._metrics.write(json.dumps(clean, ensure_ascii=False).encode() + b"\n")
+        self._metrics.flush()
+        if self._writer is not None:
+            for name, value in clean.items():
+                if isinstance(value, int | float) and name != "iteration":
+                    group = "error" if name.endswith("error") else "step"
+                    self._writer.add_scalar(f"{group}/{name}", value, row["iteration"])
+
+    def snapshot(
+        self,
+        iteration: int,
+        originals: npt.NDArray[np.floating[Any]],
+        reconstructions: npt.NDArray[np.floating[Any]],
+    ) -> None:
+        """Keep the reconstructions, (8, d) both."""
+        self._snapshots[iteration] = reconstructions
+        iterations = sorted(self._snapshots)
+        arrays: dict[str, Any] = {
+            "originals": originals,
+            "iterations": np.array(iterations, dtype=np.int64),
+            "reconstructions": np.stack([self._snapshots[k] for k in iterations]),
+        }
+        path = self.path / RECONSTRUCTIONS
+        write_atomically(path, lambda stream: np.savez_compressed(stream, **arrays))
+
+    def _read_snapshots(self, last: int) -> dict[int, npt.NDArray[np.floating[Any]]]:
+        path = self.path / RECONSTRUCTIONS
+        if not last or not path.is_file():
+            return {}
+        with np.load(path, allow_pickle=False) as arrays:
+            pairs = zip(arrays["iterations"].tolist(), arrays["reconstructions"], strict=True)
+            return {k: images for k, images in pairs if k <= last}
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Replace the checkpoint; what was logged so far is on the disk before it is."""
+        assert self._metrics is not None
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+        content = checkpoint.encode({**state, "metrics_bytes": self._metrics.tell()})
+        write_atomically(self.path / CHECKPOINT, lambda stream: stream.write(content))
+
+    def diverged(self, message: str) -> None:
+        """Note that the run ends here."""
+        write_json(self.path / DIVERGED, {"message": message})
+
+    def load(self, device: torch.device) -> dict[str, Any] | None:
+        """The checkpoint; None if nothing was written before it.
+
+        Raises:
+            RunError: it is damaged, or lost.
+        """
+        path = self.path / CHECKPOINT
+        if not path.is_file():
+            if (self.path / METRICS).stat().st_size:
+                raise RunError(
+                    f"{self.path} has metrics but no checkpoint: there is nothing to resume from. "
+                    "Start again in another folder."
+                )
+            return None
+        try:
+            return checkpoint.decode(path.read_bytes(), device)
+        except checkpoint.CheckpointError as error:
+            raise RunError(f"{path} {error}") from error
+
+    @property
+    def files(self) -> list[str]:
+        """What is there, for the last line of the command."""
+        names = (CONFIG, METRICS, RECONSTRUCTIONS, CHECKPOINT, TENSORBOARD)
+        return [name for name in names if (self.path / name).exists()]
+
+
+def _record(config: TrainConfig, sha256: str | None) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        **to_json(config),
+        "data_sha256": sha256,
+        "versions": versions(),
+        "machine": machine(),
+    }
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,280 @@
+"""`kronfac train`: run an optimizer on a problem, write what it did, continue where it stopped."""
+
+import shlex
+import signal
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from kronfac import KronfacError
+from kronfac_experiments import run_directory
+from kronfac_experiments.config import Limits, TrainConfig, resolved
+from kronfac_experiments.evaluation import (
+    SNAPSHOT_CASES,
+    EvaluationSchedule,
+    best_error,
+    evaluate,
+    snapshot_due,
+)
+from kronfac_experiments.interrupt import Interrupts
+from kronfac_experiments.machine import usable_device
+from kronfac_experiments.optimizers import DivergedError
+from kronfac_experiments.progress import Display, number
+from kronfac_experiments.run_directory import RunDirectory, RunError
+from kronfac_experiments.session import Session, step_or_explain
+from kronfac_experiments.task import Task, load_task
+
+CHANGEABLE = {"limits.iterations", "limits.seconds", "limits.until_error"}
+CHANGEABLE |= {"recording.checkpoint_every", "resume"}
+"""What a resumed run may have different: nothing that the trajectory depends on."""
+
+
+class RunEndedError(RunError):
+    """A run that is to be resumed has reached its limits already."""
+
+    def __init__(self, message: str, outcome: "Outcome") -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+class TrainingInterruptedError(KronfacError):
+    """Ctrl-C or SIGTERM; the run is saved."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    path: Path
+    reason: str
+    iteration: int
+    cases: int
+    seconds: float
+    errors: dict[str, float]
+    files: tuple[str, ...]
+
+
+def train_command(config: TrainConfig) -> None:
+    """Train, and say what came out and where it is."""
+    console = Console(highlight=False, soft_wrap=True)
+    outcome = train(config, console=console)
+    said = [f"{name.replace('_', ' ')} {number(error)}" for name, error in outcome.errors.items()]
+    console.print(
+        f"Stopped after {outcome.reason}: {', '.join(said)}; {outcome.iteration:,} iterations, "
+        f"{outcome.cases:,} cases, {outcome.seconds:.1f} s of optimiser time."
+    )
+    console.print(f"Wrote {outcome.path}: {', '.join(outcome.files)}")
+
+
+def saved_config(config: TrainConfig) -> TrainConfig | None:
+    """What options that are not given mean: with `--resume`, that they are as in the saved run."""
+    if config.resume is None:
+        return None
+    return replace(run_directory.read_config(config.resume), resume=config.resume)
+
+
+def train(
+    config: TrainConfig,
+    *,
+    task: Task | None = None,
+    console: Console | None = None,
+    quiet: bool = False,
+) -> Outcome:
+    """Run what the configuration says, or continue it, until a limit is reached.
+
+    Args:
+        config: What to run. With `resume`: `saved_config` and what is to change of it.
+        task: What `load_task(config)` gives, where it is loaded already.
+        console: To show progress on.
+        quiet: Show nothing.
+    """
+    console = console or Console()
+    path = config.folder
+    device = usable_device(config.device)
+    if config.resume is None:
+        run_directory.check_new(path)
+    else:
+        _check_unchanged(config, run_directory.read_config(path))
+    torch.set_num_threads(config.threads)
+    task = load_task(config) if task is None else task
+    if config.resume is not None:
+        run_directory.check_data(path, task.sha256)
+    config = resolved(config, cases=len(task.train), weight_decay=task.weight_decay)
+    task = task.to(device, getattr(torch, config.dtype))
+    session = Session(config, task)
+    if not quiet:
+        console.print(describe(config, task))
+    with RunDirectory(path, config, task.sha256) as directory:
+        if config.resume is None:  # again: another process may have been here in the meantime
+            run_directory.check_new(path)
+        _continue(directory, session, config.limits, device)
+        if not quiet:
+            began = f", from iteration {session.iteration}" if session.iteration else ""
+            console.print(f"Run directory {path}{began}")
+        try:
+            with Display(config.limits, console, quiet) as display:
+                reason = _loop(config, task, session, directory, display)
+        except DivergedError as error:
+            directory.diverged(str(error))
+            raise
+        except KeyboardInterrupt as error:  # the second Ctrl-C
+            raise TrainingInterruptedError(
+                "Stopped at once, without saving. Continue from the last checkpoint with: "
+                + _resume_command(path),
+                signal.SIGINT,
+            ) from error
+    return _outcome(directory, session, reason)
+
+
+def _outcome(directory: RunDirectory, session: Session, reason: str) -> Outcome:
+    return Outcome(
+        path=directory.path,
+        reason=reason,
+        iteration=session.iteration,
+        cases=session.cases,
+        seconds=session.seconds,
+        errors=session.errors,
+        files=tuple(directory.files),
+    )
+
+
+def describe(config: TrainConfig, task: Task) -> str:
+    """Problem and method, in two lines."""
+    widths = "-".join(map(str, task.layers))
+    options = (
+        f"{config.kfac.inverse}, preset {config.kfac.preset}, λ₀ {number(config.kfac.lambda0)}"
+    )
+    if config.optimizer != "kfac":
+        given = {"learning rate": config.first_order.lr, "μ_max": config.first_order.mu_max}
+        options = (
+            ", ".join(f"{k} {v:g}" for k, v in given.items() if v is not None) or "its defaults"
+        )
+    named = {"paper": "growing mini-batches", "adaptive": "adaptive mini-batches"}
+    batch = named.get(str(config.batch), f"mini-batches of {config.batch}")
+    return (
+        f"{task.name}: {widths}, {type(task.loss).__name__} loss, {len(task.train):,} training and "
+        f"{len(task.test):,} test cases\n{config.optimizer}: {options}, {batch}, "
+        f"η {number(config.weight_decay)}, seed {config.seed}, {config.threads} CPU thread(s), "
+        f"{config.dtype} on {config.device}"
+    )
+
+
+def _check_unchanged(config: TrainConfig, saved: TrainConfig) -> None:
+    given, was = _flat(config), _flat(saved)
+    changed = [name for name in given if given[name] != was[name] and name not in CHANGEABLE]
+    if changed:
+        differences = ", ".join(
+            f"--{name.split('.')[-1].replace('_', '-')} {given[name]} (was {was[name]})"
+            for name in changed
+        )
+        raise RunError(
+            f"A resumed run goes on as it began; only its limits and --checkpoint-every may "
+            f"change. {config.folder} can't be continued with {differences}."
+        )
+
+
+def _flat(config: object, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for f in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, f.name)
+        nested = hasattr(value, "__dataclass_fields__")
+        flat |= _flat(value, f"{f.name}.") if nested else {prefix + f.name: value}
+    return flat
+
+
+def _continue(
+    directory: RunDirectory, session: Session, limits: Limits, device: torch.device
+) -> None:
+    """Bring session and files to where the last checkpoint left them, if there is one."""
+    state = directory.load(device)
+    metrics_bytes = 0
+    if state is not None:
+        try:
+            session.load_state_dict(state)
+            metrics_bytes = int(state["metrics_bytes"])
+        except (KronfacError, KeyError, RuntimeError, ValueError, TypeError) as error:
+            raise RunError(f"The checkpoint of {directory.path} does not fit: {error}") from error
+        reason = _reached(limits, session)
+        if reason:
+            raise RunEndedError(
+                f"{directory.path} has ended already, after {reason}: to go on, give a higher limit.",
+                _outcome(directory, session, reason),
+            )
+    directory.start(session.iteration, metrics_bytes)
+
+
+def _reached(limits: Limits, session: Session) -> str | None:
+    """The first limit that is reached, in words."""
+    if limits.iterations is not None and session.iteration >= limits.iterations:
+        return f"{session.iteration:,} iterations"
+    if limits.seconds is not None and session.seconds >= limits.seconds:
+        return f"{session.seconds:.1f} s of optimiser time"
+    if limits.until_error is not None and session.errors:
+        error = best_error(session.errors)
+        if error <= limits.until_error:
+            return f"reaching an error of {number(error)}"
+    return None
+
+
+def _loop(
+    config: TrainConfig, task: Task, session: Session, directory: RunDirectory, display: Display
+) -> str:
+    """Iterate until a limit is reached, and say which."""
+    recording = config.recording
+    schedule = EvaluationSchedule(recording.evaluate_every, recording.evaluate_at)
+    saved_at = session.seconds
+
+    def record(row: dict[str, Any], *, evaluated: bool) -> None:
+        if evaluated:
+            session.errors = evaluate(
+                task, session.model, session.average, recording.evaluation_cases
+            )
+            row |= session.errors
+        directory.log(row)
+        display.update(row)
+
+    with Interrupts(display.stopping) as interrupts:
+        if session.iteration == 0:
+            directory.save(session.state_dict())  # from here on, a killed run can be resumed
+            record(session.start(), evaluated=True)
+            _snapshot(task, session, directory)
+        while True:
+            before = session.seconds
+            row = step_or_explain(session)
+            reason = _reached(replace(config.limits, until_error=None), session)
+            due = schedule.due(session.iteration, before, session.seconds)
+            record(row, evaluated=due or reason is not None)
+            reason = reason or (_reached(config.limits, session) if due else None)
+            if reason or snapshot_due(session.iteration):
+                _snapshot(task, session, directory)
+            stopped = interrupts.received
+            if reason or stopped or session.seconds - saved_at >= recording.checkpoint_every:
+                directory.save(session.state_dict())
+                saved_at = session.seconds
+            if reason:
+                return reason
+            if stopped:
+                raise TrainingInterruptedError(
+                    f"Stopped by {stopped.name} and saved at iteration {session.iteration}. "
+                    f"Continue with: {_resume_command(directory.path)}",
+                    stopped,
+                )
+
+
+def _resume_command(path: Path) -> str:
+    return shlex.join(["kronfac", "train", "--resume", str(path)])
+
+
+def _snapshot(task: Task, session: Session, directory: RunDirectory) -> None:
+    if task.reconstruct is None:
+        return
+    x = task.test.inputs[:SNAPSHOT_CASES]
+    originals, images = x.cpu().numpy(), task.reconstruct(session.model, x).cpu().numpy()
+    directory.snapshot(session.iteration, originals, images)
