@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kronfac import state as saving
 from kronfac.closure import MiniBatchClosure
+from kronfac.distributed import refuse_distributed, refuse_several_processes
 from kronfac.errors import ClosureError, StateError
 from kronfac.evaluated import Evaluated, evaluate
 from kronfac.inverses import ApproximateInverse
@@ -107,6 +108,8 @@ class KFAC(torch.optim.Optimizer):
                 "KFAC needs the model itself, whose layers it looks at, not its parameters: "
                 f"KFAC(model, loss); got a {type(model).__name__}."
             )
+        refuse_distributed(model)
+        refuse_several_processes()
         if not 0 <= weight_decay < math.inf:
             raise ValueError(f"weight_decay is finite and not negative; got {weight_decay}.")
         self.settings = Settings(
@@ -154,6 +157,7 @@ class KFAC(torch.optim.Optimizer):
                 "KFAC.step needs a closure that computes the loss and its gradients, as L-BFGS does; "
                 "KFAC.closure(x, y) makes one."
             )
+        refuse_several_processes()  # a group may have been made since
         with full_precision(self.layers[0].parameters()[0].device) as callers:
             return self._step(closure, callers)
 

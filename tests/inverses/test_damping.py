@@ -64,6 +64,17 @@ def test_a_layer_that_no_gradient_reaches_stays_finite(norm, dtype):
         assert torch.linalg.eigvalsh(damped)[0] > 0
 
 
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("scale_A", "scale_G"), [(1e20, 1.0), (1.0, 1e20), (1e21, 1e-18)])
+def test_factors_of_inputs_of_1e10_overflow_nothing_in_float32(norm, scale_A, scale_G):
+    A, G = scale_A * spd(5), scale_G * spd(3, seed=1)
+    ratio = pi(A.float(), G.float(), norm)
+    assert ratio.dtype == torch.float32
+    assert_close(ratio.double(), dense.pi(A, G, norm), rtol=1e-6, atol=0)
+    for damped in FactoredTikhonov(norm).damp(A.float(), G.float(), 0.3):
+        assert damped.isfinite().all()
+
+
 def test_the_zero_network_is_damped_by_gamma_squared():
     A = G = torch.zeros(2, 2, dtype=torch.float64)
     damped = dense.kron(*FactoredTikhonov().damp(A, G, 0.3))

@@ -92,17 +92,23 @@ def reparametrised():
         (tied_to_an_embedding, "weight"),
         (lambda: half_frozen("weight"), "of layer '0' only one has requires_grad"),
         (lambda: half_frozen("bias"), "of layer '0' only one has requires_grad"),
-        (lambda: nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)), "'1.weight' of Sequential"),
-        (lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(2, 1)), "'0.weight' of Sequential"),
-        (lambda: nn.Bilinear(2, 2, 1), "'weight' of Bilinear"),
-        (Scaled, "'scale' of Scaled"),
-        (lambda: Subclass(2, 2), "'weight' of Subclass"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)),
+            "LayerNorm: '1.weight', '1.bias'",
+        ),
+        (
+            lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(2, 1)),
+            "Conv2d: '0.weight', '0.bias'",
+        ),
+        (lambda: nn.Bilinear(2, 2, 1), "Bilinear: 'weight', 'bias'"),
+        (Scaled, "Scaled: 'scale'"),
+        (lambda: Subclass(2, 2), r"Subclass \(a subclass.*\): 'weight', 'bias'"),
         (lambda: nn.MultiheadAttention(4, 2), "'in_proj_weight'"),
         (
             lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))),
-            "belongs to another kind of layer",
+            r"ParametrizationList \(reparametrised.*\): '0.parametrizations.weight.original0'",
         ),
-        (reparametrised, "belongs to another kind of layer"),
+        (reparametrised, r"Linear \(reparametrised.*\): '0.bias', '0.weight_orig'"),
         (nn.Tanh, "no trainable nn.Linear in Tanh"),
         (lambda: nn.Linear(2, 2).requires_grad_(False), "no trainable nn.Linear"),
         (lambda: nn.Linear(2, 2, dtype=torch.complex64), "real parameters in float32 or float64"),
@@ -112,3 +118,24 @@ def reparametrised():
 def test_models_that_it_cannot_train_are_refused(model, message):
     with pytest.raises(UnsupportedModelError, match=message):
         find_layers(model())
+
+
+def test_all_that_it_cannot_train_is_named_at_once_by_type_with_what_can_be_done():
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3),
+        nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3)),
+        nn.Conv2d(2, 2, 3, bias=False),
+        nn.LayerNorm(3).requires_grad_(False),
+        Scaled(),
+    )
+    with pytest.raises(UnsupportedModelError) as refusal:
+        find_layers(model)
+    rule, *types, remedy = str(refusal.value).splitlines()
+    assert rule.startswith("KFAC trains nn.Linear layers;")
+    assert types == [
+        "  Conv2d: '0.weight', '0.bias', '2.weight'",
+        "  LayerNorm: '1.0.weight', '1.0.bias'",
+        "  Scaled: '4.scale'",
+    ]
+    assert "requires_grad_(False)" in remedy
+    assert "nn.Linear" in remedy

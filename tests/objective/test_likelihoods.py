@@ -265,3 +265,13 @@ def test_gaussian_refuses_a_variance_that_is_none(variance):
 def test_categorical_refuses_a_smoothing_that_is_no_fraction(smoothing):
     with pytest.raises(ValueError, match="label_smoothing"):
         Categorical(smoothing)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e10])
+@pytest.mark.parametrize("variance", [1.0, 0.3])
+def test_the_sampled_score_of_a_gaussian_keeps_its_digits_at_large_outputs(scale, variance):
+    likelihood, z = Gaussian(variance=variance), scale * normal(CASES, OUTPUTS)
+    noise = likelihood.noise(1, z.shape, z, seeded(2))[0]
+    truth = likelihood.score(0 * z, likelihood.sample(0 * z, noise))  # it does not depend on z
+    score = likelihood.sampled_score(z.float(), noise.float())
+    assert_close(score.double(), truth, rtol=1e-6, atol=0)

@@ -133,9 +133,9 @@ class Unused(nn.Module):
     ("model", "culprit"),
     [
         (nn.Sequential(nn.Tanh()), "no trainable nn.Linear in Sequential"),
-        (nn.Sequential(nn.Conv2d(1, 2, 3)), "parameter '0.weight' of Sequential"),
-        (nn.Sequential(linear(4, 5), nn.PReLU(), linear(5, 3)), "parameter '1.weight'"),
-        (nn.Sequential(linear(4, 5), nn.LayerNorm(5)), "parameter '1.weight'"),
+        (nn.Sequential(nn.Conv2d(1, 2, 3)), "Conv2d: '0.weight', '0.bias'"),
+        (nn.Sequential(linear(4, 5), nn.PReLU(), linear(5, 3)), "PReLU: '1.weight'"),
+        (nn.Sequential(linear(4, 5), nn.LayerNorm(5)), "LayerNorm: '1.weight', '1.bias'"),
         (mlp([4, 5, 3]).requires_grad_(False), "no trainable nn.Linear"),
     ],
     ids=str,

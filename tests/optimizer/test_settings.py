@@ -164,10 +164,10 @@ def remembering(kind: type[kronfac.objective.Likelihood]):
     class Remembering(kind):
         drawn: list[Tensor]
 
-        def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-            y = super().sample(outputs, noise)
-            self.drawn.append(y)
-            return y
+        def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:
+            # A Gaussian's score needs no target; this is the one that the draw stands for.
+            self.drawn.append(self.sample(outputs, noise))
+            return super().sampled_score(outputs, noise)
 
     loss = Remembering()
     loss.drawn = []

@@ -70,14 +70,17 @@ def pi(A: Tensor, G: Tensor, norm: Norm = "trace") -> Tensor:
     size_A, size_G = (_mean_size(M, norm) for M in (A, G))
     # A layer that no gradient reaches has G = 0: any π is as good as another, but not infinity.
     tiny = torch.finfo(A.dtype).tiny ** 0.5
-    return (size_A.clamp(min=tiny) / size_G.clamp(min=tiny)).sqrt()
+    # Root by root: inputs of 1e10 make tr A 1e20, and the ratio of that to `tiny` is infinite in float32.
+    return size_A.clamp(min=tiny).sqrt() / size_G.clamp(min=tiny).sqrt()
 
 
 def _mean_size(M: Tensor, norm: Norm) -> Tensor:
     if norm == "trace":
         return M.diagonal().mean()
     if norm == "frobenius":
-        return torch.linalg.matrix_norm(M).div(len(M) ** 0.5)  # type: ignore[no-any-return]
+        # Squares of such entries are infinite too.
+        norm_M: Tensor = torch.linalg.vector_norm(M, dtype=torch.float64)
+        return norm_M.div(len(M) ** 0.5).to(M.dtype)
     try:
         largest: Tensor = torch.linalg.eigvalsh(M.double())[-1]
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import ParametrizationList
 
 from kronfac.errors import UnsupportedModelError
 from kronfac.layers.base import Layer
@@ -86,18 +87,48 @@ def refuse_changes(model: nn.Module, layers: Sequence[Layer]) -> None:
 
 
 def _refuse_other_parameters(model: nn.Module, layers: list[Layer]) -> None:
-    """Refuse trainable parameters of modules that are none of `layers`.
+    """Refuse trainable parameters of modules that are none of `layers`, all at once.
 
     By module and not by parameter, because a Linear's weight may also be, say, an Embedding's.
     """
     modules = {id(layer.module) for layer in layers}
-    for prefix, module in model.named_modules():
-        if id(module) in modules:
-            continue
-        for key, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad:
-                name = f"{prefix}.{key}" if prefix else key
-                raise UnsupportedModelError(
-                    f"KFAC supports nn.Linear; parameter {name!r} of {type(model).__name__} belongs to "
-                    "another kind of layer. Freeze it with requires_grad_(False) to leave it as it is."
-                )
+    others = [
+        (f"{prefix}.{key}" if prefix else key, type(module))
+        for prefix, module in model.named_modules()
+        if id(module) not in modules
+        for key, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad
+    ]
+    if others:
+        raise UnsupportedModelError(describe_unsupported(others))
+
+
+def describe_unsupported(parameters: Sequence[tuple[str, type[nn.Module]]]) -> str:
+    """The message that refuses these parameters: each by its name, with the type of its module."""
+    by_type: dict[type[nn.Module], list[str]] = {}
+    for name, kind in parameters:
+        by_type.setdefault(kind, []).append(name)
+    lines = [
+        f"  {kind.__name__}{_reason(kind)}: {', '.join(map(repr, names))}"
+        for kind, names in by_type.items()
+    ]
+    return "\n".join(
+        [
+            "KFAC trains nn.Linear layers; these trainable parameters belong to other types of modules:",
+            *lines,
+            "Freeze them with requires_grad_(False), which leaves them at their values; or build the model "
+            "from nn.Linear and modules without parameters.",
+        ]
+    )
+
+
+def _reason(kind: type[nn.Module]) -> str:
+    """Why a module that is a Linear, or has to do with one, is none for K-FAC; with the remedy."""
+    if kind is nn.Linear or issubclass(kind, ParametrizationList):
+        return (
+            " (reparametrised: its weight is computed from other parameters; "
+            "torch.nn.utils has a function that removes that)"
+        )
+    if issubclass(kind, nn.Linear):
+        return " (a subclass, whose forward may compute something else; nn.Linear itself will do)"
+    return ""

@@ -100,7 +100,10 @@ def shifted_inverses(
         stack.diagonal(dim1=1, dim2=2).add_(torch.stack([shifts[i] for i in indices])[:, None])
         L, info = torch.linalg.cholesky_ex(stack)
         if _succeeded(L, info):  # else one by one, each as far as it gets
-            results |= zip(indices, inverse_from_cholesky(L).unbind(), strict=True)
+            # Copies: a view into the stack is not aligned as a tensor by itself is, and products with it
+            # round differently, so that a run continued from a file would not be the same to the bit.
+            inverses = [M.clone() for M in inverse_from_cholesky(L).unbind()]
+            results |= zip(indices, inverses, strict=True)
 
     def one(A: Tensor, shift: Tensor, name: str, room: Tensor) -> Tensor:
         L = _shifted_cholesky(A, shift, name, room)

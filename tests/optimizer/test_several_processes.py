@@ -1,0 +1,73 @@
+"""Several processes are refused by name; one process is not, in a process group or out of it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from kronfac import KFAC
+from tests.conftest import mlp
+from tests.optimizer.ranks import train
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What the ranks of gloo groups on the loopback interface found, by the size of the group."""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    processes = {}
+    for ranks in (1, 2):
+        directory = tmp_path_factory.mktemp("ranks")
+        for rank in range(ranks):
+            command = [sys.executable, "-m", "tests.optimizer.ranks", str(directory)]
+            processes[ranks, directory / f"{rank}.json"] = subprocess.Popen(
+                [*command, str(rank), str(ranks)], cwd=ROOT, env=environment
+            )
+    try:
+        assert [process.wait(timeout=120) for process in processes.values()] == [0, 0, 0]
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    results = {1: [], 2: []}
+    for ranks, path in processes:
+        results[ranks].append(json.loads(path.read_text()))
+    return results
+
+
+WRAPPED = {
+    "ddp": "the model is a DistributedDataParallel.*model.module",
+    "ddp_inside": "module '1' of the model is a DistributedDataParallel",
+    "fsdp": "the model is a FullyShardedDataParallel",
+    "fully_shard": "DTensors: '0.weight', '0.bias', '2.weight', '2.bias'.*fully_shard",
+    "dtensor": "DTensors: '2.weight'",
+}
+
+
+@pytest.mark.parametrize("use", ["plain", "step"])
+def test_two_ranks_are_refused_at_construction_and_in_step(found, use):
+    for rank in found[2]:
+        assert "one process" in rank["said"][use]
+        assert "2 ranks" in rank["said"][use]
+        assert not rank["moved"]
+
+
+@pytest.mark.parametrize("use", WRAPPED)
+def test_models_that_are_spread_over_processes_are_refused_by_name(found, use):
+    for rank in (*found[1], *found[2]):
+        assert re.search(WRAPPED[use], rank["said"][use])
+
+
+def test_a_world_of_one_rank_trains_as_without_a_process_group(found):
+    (one_rank,) = found[1]
+    assert one_rank["said"]["plain"] is None
+    assert one_rank["said"]["step"] is None
+    optimizer = KFAC(mlp([4, 5, 3]), nn.MSELoss())
+    train(optimizer)
+    assert one_rank["parameters"] == [p.tolist() for p in optimizer.model.parameters()]
