@@ -15,6 +15,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from kronfac import presets
+from kronfac.control import (
+    Coefficients,
+    FixedGamma,
+    LevenbergMarquardt,
+    Matrix,
+    Measurement,
+    QuadraticModel,
+    RawStep,
+    Step,
+    StepState,
+    TiedGamma,
+)
 from kronfac.experiments.config import FirstOrderOptions, KfacOptions, TrainConfig
 from kronfac.experiments.optimizers import (
     FirstOrderStepper,
@@ -29,18 +41,6 @@ from kronfac.inverses.damping import ExactTikhonov, FactoredTikhonov, Norm
 from kronfac.likelihoods.base import Likelihood
 from kronfac.optimizer import KFAC
 from kronfac.statistics import EmpiricalFisher, SampledFisher
-from kronfac.step_size import (
-    NO_EXPERIENCE,
-    Experience,
-    FixedGamma,
-    LevenbergMarquardt,
-    Matrix,
-    QuadraticModel,
-    RawStep,
-    Step,
-    TiedGamma,
-    Vector,
-)
 
 WHOLE = "K-FAC"
 """The row that most others are compared with."""
@@ -141,9 +141,7 @@ class PlainStep(RawStep):
     predicted to make things worse.
     """
 
-    def solve(
-        self, Q: Matrix, r: Vector, precision: float, experience: Experience = NO_EXPERIENCE
-    ) -> Step:
+    def solve(self, Q: Matrix, r: Coefficients, state: StepState, m: Measurement) -> Step:
         """α = 1."""
         return Step((self.alpha,), r[0] / 2)
 
