@@ -1,6 +1,29 @@
 """kronfac: K-FAC for PyTorch, all of Martens and Grosse (2015)."""
 
 from kronfac import presets
+from kronfac.control import (
+    Acceptance,
+    AdaptiveDamping,
+    AdaptiveGamma,
+    ConjugateGradients,
+    DampingRule,
+    DampingState,
+    FixedDamping,
+    FixedGamma,
+    GammaRule,
+    GammaSearch,
+    GammaState,
+    LambdaSearch,
+    LevenbergMarquardt,
+    LongMemory,
+    Measurement,
+    QuadraticModel,
+    RawStep,
+    Step,
+    StepRule,
+    StepState,
+    TiedGamma,
+)
 from kronfac.errors import KronfacError
 from kronfac.inverses import (
     BlockDiagonalInverse,
@@ -10,21 +33,8 @@ from kronfac.inverses import (
 )
 from kronfac.objective import Bernoulli, Categorical, Gaussian
 from kronfac.optimizer import KFAC
-from kronfac.report import Event, StepReport
+from kronfac.report import Event, EventKind, StepReport
 from kronfac.statistics import EmpiricalFisher, ExactFisher, SampledFisher
-from kronfac.step_size import (
-    AdaptiveDamping,
-    AdaptiveGamma,
-    ConjugateGradients,
-    FixedDamping,
-    FixedGamma,
-    GammaSearch,
-    LevenbergMarquardt,
-    LongMemory,
-    QuadraticModel,
-    RawStep,
-    TiedGamma,
-)
 from kronfac.training import (
     AdaptiveBatchSampler,
     ExponentialBatchSize,
@@ -37,6 +47,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "KFAC",
+    "Acceptance",
     "AdaptiveBatchSampler",
     "AdaptiveDamping",
     "AdaptiveGamma",
@@ -45,24 +56,34 @@ __all__ = [
     "BlockTridiagonalInverse",
     "Categorical",
     "ConjugateGradients",
+    "DampingRule",
+    "DampingState",
     "EmpiricalFisher",
     "Event",
+    "EventKind",
     "ExactFisher",
     "ExactTikhonov",
     "ExponentialBatchSize",
     "FactoredTikhonov",
     "FixedDamping",
     "FixedGamma",
+    "GammaRule",
     "GammaSearch",
+    "GammaState",
     "Gaussian",
     "KronfacError",
+    "LambdaSearch",
     "LevenbergMarquardt",
     "LongMemory",
+    "Measurement",
     "QuadraticModel",
     "RawStep",
     "SampledFisher",
     "ScheduledBatchSampler",
+    "Step",
     "StepReport",
+    "StepRule",
+    "StepState",
     "TiedGamma",
     "averaged",
     "presets",

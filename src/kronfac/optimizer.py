@@ -1,6 +1,6 @@
 """KFAC, the optimizer: evaluate, compute, commit.
 
-`update.py` computes a step and touches nothing; here it is committed, all or nothing.
+`validation.py` and `step.py` compute and touch nothing; here the result is committed, all or nothing.
 """
 
 import math
@@ -14,31 +14,35 @@ from torch import Tensor, nn
 
 from kronfac import state as saving
 from kronfac.closure import MiniBatchClosure
-from kronfac.distributed import refuse_distributed, refuse_several_processes
-from kronfac.errors import ClosureError, StateError
-from kronfac.evaluated import Evaluated, evaluate
-from kronfac.inverses import ApproximateInverse
-from kronfac.iterate_average import updated_average
-from kronfac.judgement import Judgement, judge, judges_next, suspicious
-from kronfac.layers import find_layers
-from kronfac.objective import objective_of
-from kronfac.parameters import forget_gradients, move, place
-from kronfac.point import Network, Point, RefusedError
-from kronfac.precision import Context, full_precision
-from kronfac.report import Event, StepReport, Stopwatch
-from kronfac.settings import Settings, fisher_of, inverse_of
-from kronfac.state import Kept, State
-from kronfac.statistics import Fisher, Recorder
-from kronfac.step_size import (
+from kronfac.control import (
+    Acceptance,
     AdaptiveDamping,
     AdaptiveGamma,
-    DampingRule,
-    GammaRule,
+    AnyDampingRule,
+    AnyGammaRule,
     LongMemory,
     QuadraticModel,
     StepRule,
 )
-from kronfac.update import Update
+from kronfac.distributed import refuse_distributed, refuse_several_processes
+from kronfac.errors import ClosureError, StateError
+from kronfac.evaluated import Evaluated, evaluate
+from kronfac.inverses import ApproximateInverse
+from kronfac.layers import find_layers
+from kronfac.objective import objective_of
+from kronfac.parameters import forget_gradients, move, place
+from kronfac.point import Network, RefusedError
+from kronfac.precision import Context, full_precision
+from kronfac.report import Event, EventKind, StepReport, Stopwatch
+from kronfac.settings import Settings, fisher_of, inverse_of
+from kronfac.state import State
+from kronfac.statistics import Fisher, Recorder
+from kronfac.step import Transition, compute_step
+from kronfac.validation import Validation, in_turn, suspects, validate
+
+ACCEPTANCE = Acceptance()
+"""KFAC's own rule for rejecting steps."""
+ACCEPT_ALL = Acceptance(rejection=None, suspicion=None)
 
 
 class KFAC(torch.optim.Optimizer):
@@ -48,7 +52,7 @@ class KFAC(torch.optim.Optimizer):
 
         Δ = −F⁰⁻¹ g,   (α, μ) = argmin M(αΔ + μδ₀),   θ ← θ + αΔ + μδ₀
 
-    where M is the quadratic model with the exact Fisher, damped by λ, and δ₀ the previous update. Where
+    where M is the quadratic model with the exact Fisher, damped by λ, and δ₀ the previous update. While
     mini-batches disagree, the step is shorter, and δ₀ is what many steps have in common (`long_memory.py`).
 
     Example:
@@ -74,6 +78,7 @@ class KFAC(torch.optim.Optimizer):
         gamma: γ: `AdaptiveGamma()`, the paper's `GammaSearch(…)`, `FixedGamma(gamma)` or `TiedGamma()`.
         step_size: (α, μ): `QuadraticModel(momentum)`, `RawStep(alpha)`, or `ConjugateGradients(cg_steps)`
             for a longer minimisation of M, as Hessian-free optimisation does.
+        acceptance: when a step is validated out of turn and when it is rejected; None accepts every step.
         statistics_fraction: τ₁, the share of the mini-batch that the statistics are taken on; None for
             1/8, or 250 rows where that is more.
         fisher_fraction: τ₂, the share that the exact-Fisher products are taken on; None for 1/4, or 250
@@ -95,9 +100,10 @@ class KFAC(torch.optim.Optimizer):
         inverse: str | ApproximateInverse | type[ApproximateInverse] = "block_diagonal",
         weight_decay: float = 0.0,
         fisher: str | Fisher | type[Fisher] = "sampled",
-        damping: DampingRule | None = None,
-        gamma: GammaRule | None = None,
+        damping: AnyDampingRule | None = None,
+        gamma: AnyGammaRule | None = None,
         step_size: StepRule | None = None,
+        acceptance: Acceptance | None = ACCEPTANCE,
         statistics_fraction: float | None = None,
         fisher_fraction: float | None = None,
         inverse_interval: int | None = None,
@@ -120,6 +126,7 @@ class KFAC(torch.optim.Optimizer):
             step_size=QuadraticModel(bounded=True, memory=LongMemory())
             if step_size is None
             else step_size,
+            acceptance=ACCEPT_ALL if acceptance is None else acceptance,
             statistics_fraction=statistics_fraction,
             fisher_fraction=fisher_fraction,
             inverse_interval=inverse_interval,
@@ -132,16 +139,8 @@ class KFAC(torch.optim.Optimizer):
         parameters = [p for layer in self.layers for p in layer.parameters()]
         super().__init__(parameters, {"weight_decay": weight_decay})
         self._recorder = Recorder(model, self.objective)
-        lambda_ = self.settings.damping.lambda_
-        # NaN is a λ that the first step will find.
-        self._state = State(
-            iteration=0,
-            lambda_=math.nan if lambda_ is None else lambda_,
-            gamma=math.nan
-            if lambda_ is None
-            else self.settings.gamma.initial(lambda_, weight_decay),
-            generator=saving.seeded(self.settings.fisher.seed, parameters[0].device),
-        )
+        device = parameters[0].device
+        self._state = saving.initial_state(self.settings, weight_decay, device)
         self.report: StepReport | None = None
         """What the last step did; None before the first."""
 
@@ -163,35 +162,26 @@ class KFAC(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any], callers: Context) -> Any:
         watch = Stopwatch()
-        rule = self.settings.damping
-        judging = judges_next(rule, self._state)
-        judgement: Judgement | None = None
-        odd = False
-        while True:
-            with watch("gradient"):
-                evaluated = self._evaluate(closure, callers)
-            network = evaluated.network
-            if judging and judgement is None:
-                with watch("reduction_ratio"):
-                    evaluation, cases = evaluated.evaluation, evaluated.evaluation.batch.cases
-                    loss = float(evaluation.returned)
-                    odd = suspicious(network, rule, self._state, cases, loss)
-                    judgement = judge(network, rule, evaluation, self._state)
-                if judgement is not None and self._accept(network, judgement):
-                    odd = False  # it was the step
-                    forget_gradients(self.layers)
-                    continue  # at the parameters from before the step that was taken back
-            with watch("gradient"):
-                point = evaluated.point()
-            report = self._advance(network, point, watch, judging, odd)
-            if report is None:
-                judging = True  # out of turn: was it the last step, or is it these rows?
+        with watch("gradient"):
+            evaluated = self._evaluate(closure, callers)
+        # The loss of a step that is computed already tells, without another synchronisation, whether the
+        # step before it has to be validated out of turn.
+        validates = in_turn(self.settings, self._state)
+        outcome = None if validates else self._compute(evaluated, watch)
+        validation, outlier = None, False
+        if outcome is None or self._suspects(evaluated, outcome):
+            outcome = None
+            with watch("reduction_ratio"):
+                validation, outlier = self._validate(evaluated)
+            if validation is not None and validation.rejected is not None:
                 forget_gradients(self.layers)
-                continue
-            break
-        if judgement is not None:
-            events = () if judgement.event is None else (judgement.event,)
-            report = replace(report, next_rho=judgement.rho, events=events + report.events)
+                with watch("gradient"):
+                    evaluated = self._evaluate(closure, callers)
+            outcome = self._compute(evaluated, watch, outlier)
+        report = self._commit(evaluated, outcome, watch)
+        if validation is not None:
+            events = () if validation.event is None else (validation.event,)
+            report = replace(report, next_rho=validation.rho, events=events + report.events)
         self.report = report
         return evaluated.returned
 
@@ -224,69 +214,82 @@ class KFAC(torch.optim.Optimizer):
             callers=callers,
         )
 
-    def _accept(self, network: Network, judgement: Judgement) -> bool:
-        """Move λ; whether the last step was taken back."""
-        delta, last = self._state.previous_delta, self._state.last
-        assert delta is not None
-        assert last is not None
-        if judgement.event is not None:
-            if last.kept is not None:
-                place(network.layers, last.kept.theta)
-            else:
-                move(network.layers, tuple(V.neg() for V in delta))
-        self._state = judgement.state
-        return judgement.event is not None
+    def _suspects(self, evaluated: Evaluated, outcome: Transition | RefusedError) -> bool:
+        """Whether the loss on this mini-batch calls for a validation of the last step out of turn."""
+        if isinstance(outcome, RefusedError):
+            loss, penalty = float(evaluated.evaluation.returned), None
+        else:
+            pending = outcome.state.acceptance.pending
+            assert pending is not None
+            loss, penalty = pending.loss, pending.penalty
+        network, evaluation = evaluated.network, evaluated.evaluation
+        return suspects(network, self.settings, evaluation, self._state, loss, penalty)
 
-    def _advance(
-        self, network: Network, point: Point, watch: Stopwatch, judged: bool, odd: bool
-    ) -> StepReport | None:
-        """Compute a step and take it: all or nothing. None if the last step has to be judged first.
+    def _validate(self, evaluated: Evaluated) -> tuple[Validation | None, bool]:
+        """Validate the last step on this mini-batch, and commit what that says; roll back a rejected step.
 
-        From `odd` rows it is a step that has to be judged by the next ones.
+        Also whether the mini-batch itself is an outlier, so that a step from it has to be validated too.
         """
-        rule, cases = self.settings.damping, point.batch.cases
+        network, evaluation = evaluated.network, evaluated.evaluation
+        loss = float(evaluation.returned)
+        outlier = suspects(network, self.settings, evaluation, self._state, loss)
+        validation = validate(network, self.settings, evaluation, self._state)
+        if validation is None:
+            return None, outlier
+        if (rejected := validation.rejected) is not None:
+            outlier = False  # it was the step
+            if rejected.kept is not None:
+                place(network.layers, rejected.kept.theta)
+            else:
+                move(network.layers, tuple(V.neg() for V in rejected.delta))
+        self._state = validation.state
+        return validation, outlier
+
+    def _compute(
+        self, evaluated: Evaluated, watch: Stopwatch, outlier: bool = False
+    ) -> Transition | RefusedError:
+        """The step from this mini-batch, or why there is none."""
+        with watch("gradient"):
+            point = evaluated.point()
         try:
-            transition = Update(network, self.settings)(point, self._state, watch)
+            return compute_step(
+                evaluated.network, self.settings, point, self._state, watch, outlier=outlier
+            )
         except RefusedError as refusal:
-            loss = float(point.returned)
-            if not judged and suspicious(network, rule, self._state, cases, loss):
-                return None
-            return self._refusal(point, watch, refusal)
-        # Only here, where the host knows the loss without another synchronisation.
-        last = transition.state.last
-        assert last is not None
-        if not judged and suspicious(network, rule, self._state, cases, last.loss, last.penalty):
-            return None
+            return refusal
+
+    def _commit(
+        self, evaluated: Evaluated, outcome: Transition | RefusedError, watch: Stopwatch
+    ) -> StepReport:
+        """Take the step: all or nothing."""
+        if isinstance(outcome, RefusedError):
+            return self._refusal(evaluated, watch, outcome)
+        network = evaluated.network
         with watch("commit"):
-            average, start = updated_average(network, self.settings.step_size, self._state)
-            state = replace(transition.state, average=average, average_start=start)
-            if odd or transition.far or judges_next(rule, state):
-                assert state.last is not None
-                kept = Kept(network.theta(), self._state.momentum)
-                state = replace(state, last=replace(state.last, kept=kept))
             self.layers, self._chain_known = list(network.layers), True
-            move(network.layers, transition.delta)
-            self._become(state)
+            move(network.layers, outcome.delta)
+            self._become(outcome.state)
             # Not before: nobody would want that of a step that is not taken.
-            if state.refresh is not None:
-                state.refresh.outcomes.begin()
-        return transition.report
+            if outcome.state.refresh is not None:
+                outcome.state.refresh.outcomes.begin()
+        return outcome.report
 
     def _become(self, state: State) -> None:
-        """With a state that does not go on with it, a refresh under way is not wanted any more."""
+        """Replace the state; a refresh under way that the new one does not go on with is given up."""
         under_way, self._state = self._state.refresh, state
         if under_way is not None and under_way is not state.refresh:
             under_way.outcomes.give_up()
 
-    def _refusal(self, point: Point, watch: Stopwatch, refusal: RefusedError) -> StepReport:
+    def _refusal(self, evaluated: Evaluated, watch: Stopwatch, refusal: RefusedError) -> StepReport:
+        gamma = self._state.gamma
         return StepReport(
             iteration=self._state.iteration + 1,
-            loss=float(point.returned),
-            lambda_=self._state.lambda_,
-            gamma=self._state.gamma,
-            cases=point.batch.cases,
+            loss=float(evaluated.evaluation.returned),
+            lambda_=self._state.damping.lambda_,
+            gamma=math.nan if gamma is None else gamma.gamma,
+            examples=evaluated.evaluation.batch.cases,
             seconds=watch.seconds,
-            events=(Event("refused", str(refusal)),),
+            events=(Event(EventKind.REFUSED, str(refusal)),),
         )
 
     @property
@@ -301,7 +304,7 @@ class KFAC(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, for `torch.save`."""
         return {
-            "kfac": saving.save(self._state, self.layers, self.settings.inverse),
+            "kfac": saving.save(self._state, self.layers, self.settings),
             "weight_decay": self.param_groups[0]["weight_decay"],
         }
 
@@ -312,15 +315,8 @@ class KFAC(torch.optim.Optimizer):
                 raise StateError(
                     f"This is not the state_dict of a KFAC: it has no entry {entry!r}."
                 )
-        state, layers = saving.load(state_dict["kfac"], self.layers, self.settings.inverse)
-        rule = self.settings.damping
-        if math.isnan(state.lambda_) and not rule.searches:
-            # Saved before its first step, which was to find λ.
-            assert rule.lambda_ is not None
-            gamma = self.settings.gamma.initial(rule.lambda_, float(state_dict["weight_decay"]))
-            state = replace(state, lambda_=rule.lambda_, gamma=gamma)
-        if not self.settings.inverse_lag:
-            state = replace(state, refresh=None)  # here every refresh is made at once
+        weight_decay = float(state_dict["weight_decay"])
+        state, layers = saving.load(state_dict["kfac"], self.layers, self.settings, weight_decay)
         self._become(state)
         self.layers = layers
         self._chain_known = self._chain_known or state.iteration > 0

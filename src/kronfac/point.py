@@ -20,8 +20,6 @@ from kronfac.objective import Objective
 # loss of the rows it used above which the closure computes something that K-FAC cannot see. Both are
 # of the same pass: only the summation over micro-batches differs.
 LOSS_TOLERANCE = 64
-ROUNDING = 32
-"""ε of the loss below which a change of it, predicted or measured, means nothing."""
 
 
 class RefusedError(Exception):

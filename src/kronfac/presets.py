@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kronfac.step_size import GammaSearch, LevenbergMarquardt, QuadraticModel
+from kronfac.control import GammaSearch, LevenbergMarquardt, QuadraticModel
 
 
 def paper() -> dict[str, Any]:

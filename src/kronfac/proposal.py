@@ -1,34 +1,35 @@
 """One proposal: a direction, made into a step by the exact-Fisher quadratic model [MG15 §6.4, §7].
 
-Nothing here changes anything but its own new tensors.
+Pure functions, but for their own new tensors.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
+from kronfac.closure import Rows
+from kronfac.control import (
+    Coefficients,
+    Matrix,
+    Measurement,
+    Step,
+    StepRule,
+    StepState,
+    clip_to_objective,
+    quadratic_form,
+    refine,
+)
 from kronfac.factors import KroneckerFactors
+from kronfac.fisher_products import fisher_gram, fisher_product
 from kronfac.inverses import DampedInverse
-from kronfac.inverses.block_diagonal import DampedBlockDiagonal
 from kronfac.layers import Matrices
 from kronfac.minibatch import Batch
 from kronfac.point import Network, Point, RefusedError, check_finite
 from kronfac.report import Stopwatch
-from kronfac.state import State
-from kronfac.step_size import (
-    Matrix,
-    Step,
-    StepRule,
-    Vector,
-    fisher_gram,
-    fisher_product,
-    quadratic_form,
-    refined,
-    within,
-)
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,11 @@ class Proposal:
     gamma: float
     inverse: DampedInverse
     decayed: Matrices | None
-    """η F̆⁻¹θ, where the low-rank route keeps it apart."""
+    """η F̆⁻¹θ, if the low-rank route keeps it apart."""
     step: Step
     delta: Matrices
-    remembered: Matrices | None
-    """What momentum goes on with, where that is not δ."""
+    momentum: Matrices
+    """The momentum buffer after it, δ itself or less."""
     loss: float
     """As the closure returned it."""
     penalty: float
@@ -52,142 +53,147 @@ class Proposal:
     curvature_share: float
     """δᵀ(F + ηI)δ / δᵀ(F + (λ + η)I)δ: what of the model's curvature is not λ's."""
     far: bool
-    """Whether a step that is not bounded is longer than θ, so that θ + δ − δ has lost digits of θ."""
+    """Whether a step that is not bounded is longer than θ, so that θ + δ − δ has lost digits of θ and θ has
+    to be kept for a rollback."""
     change: float | None = None
-    """h(θ + δ) − h(θ), where the proposal was judged by it."""
+    """h(θ + δ) − h(θ), if it was computed."""
 
 
-def propose(
-    network: Network,
-    point: Point,
-    before: State,
-    factors: KroneckerFactors,
-    gamma: float,
-    inverse: DampedInverse,
-    decayed: Matrices | None,
-    step_size: StepRule,
-    rows: Batch,
-    watch: Stopwatch,
-) -> Proposal:
-    """Δ and the best δ = αΔ + μδ₀ with the exact Fisher on `rows`, S₂.
+class _LowRankInverse(Protocol):
+    def mv_low_rank(
+        self, vectors: Matrices, outer: Sequence[Rows], decayed: Matrices | None
+    ) -> Matrices: ...
 
-    Raises:
-        RefusedError: something that the step is made of is not finite.
-    """
-    with watch("direction"):
-        if point.rows is not None:
-            assert isinstance(inverse, DampedBlockDiagonal)
-            product = inverse.mv_low_rank(point.gradient, point.rows, decayed)
+
+@dataclass(frozen=True)
+class Proposer:
+    """Makes a step out of a damped inverse: all that the candidates for γ share."""
+
+    network: Network
+    point: Point
+    examples: Batch
+    """S₂, which the exact Fisher is taken on."""
+    factors: KroneckerFactors
+    """Checked for being finite."""
+    rule: StepRule
+    state: StepState
+    measurement: Measurement
+    """With λ, η and c."""
+    watch: Stopwatch
+
+    def propose(
+        self, gamma: float, inverse: DampedInverse, decayed: Matrices | None = None
+    ) -> Proposal:
+        """Δ and the best δ = αΔ + μδ₀ by the quadratic model.
+
+        Raises:
+            RefusedError: something that the step is made of is not finite.
+        """
+        point, rule, m = self.point, self.rule, self.measurement
+        with self.watch("direction"):
+            directions = self._directions(inverse, decayed)
+        with self.watch("fisher_products"):
+            gram = fisher_gram(
+                self.network.model,
+                self.network.layers,
+                self.network.objective.likelihood,
+                self.examples,
+                m.objective_scale,
+                directions,
+            )
+        with self.watch("step_size"):
+            found = _found(self.network, point, self.factors, directions, gram, rule.bounded)
+            if found is None:
+                check_finite(point, self.factors, self.network.layers)
+                raise RefusedError("The curvature of the step is not finite.")
+            Q = _sum(found.fisher, found.inner, m.lambda_ + m.weight_decay)
+            step = rule.solve(Q, found.slopes, self.state, m)
+            if not math.isfinite(step.predicted_change):
+                raise RefusedError("The predicted change of the objective is not finite.")
+            penalty = m.weight_decay / 2 * found.squares
+            delta, momentum = _combine(directions, step)
+            undamped = _sum(found.fisher, found.inner, m.weight_decay)
+            curvature, damped = (quadratic_form(B, step.coefficients) for B in (undamped, Q))
+        if rule.cg_steps > 1:
+            with self.watch("conjugate_gradients"):
+                delta, change = refine(
+                    delta, point.gradient, self._product, inverse.mv, rule.cg_steps - 1
+                )
+                step, momentum = Step(step.coefficients, step.predicted_change + change), delta
+        if rule.bounded:
+            # If mini-batches differ, steps from a loss that is rounding error are long and lead anywhere,
+            # which examples that are not among these have to pay for. If they don't differ, such a step
+            # shows at once, and is rejected.
+            least = m.resolution if m.confirmed is not None else 0.0
+            step, cut = clip_to_objective(step, found.loss + penalty, least)
+            if cut < 1:
+                # The momentum buffer too: where there is nothing to gain it is forgotten.
+                for V in delta if momentum is delta else (*delta, *momentum):
+                    V.mul_(cut)
+        return Proposal(
+            gamma=gamma,
+            inverse=inverse,
+            decayed=decayed,
+            step=step,
+            delta=delta,
+            momentum=momentum,
+            loss=found.returned,
+            penalty=penalty,
+            loss_seen=point.batch.seen_loss is not None
+            and point.seen(found.loss, found.seen_loss, point.gradient[0].dtype),
+            curvature_share=curvature / damped if damped > 0 else 1.0,
+            far=not rule.bounded and quadratic_form(found.inner, step.coefficients) > found.squares,
+        )
+
+    def for_trials(self) -> "Proposer":
+        """The same for steps that are not taken: they leave no time on the clock, nor a stale ηF̆⁻¹θ."""
+        return replace(self, point=replace(self.point, rows=None), watch=Stopwatch())
+
+    def _directions(self, inverse: DampedInverse, decayed: Matrices | None) -> list[Matrices]:
+        """Δ, and δ₀ with momentum."""
+        gradient, rows = self.point.gradient, self.point.rows
+        if rows is None:
+            product = inverse.mv(gradient)
         else:
-            product = inverse.mv(point.gradient)
+            product = cast(_LowRankInverse, inverse).mv_low_rank(gradient, rows, decayed)
         # In place, but for an inverse that gave back the gradient itself.
         directions = [
-            tuple(
-                U.neg() if U is V else U.neg_()
-                for U, V in zip(product, point.gradient, strict=True)
-            )
+            tuple(U.neg() if U is V else U.neg_() for U, V in zip(product, gradient, strict=True))
         ]
-        if step_size.momentum and before.momentum is not None:
-            directions.append(before.momentum)
-    with watch("fisher_products"):
-        gram = fisher_gram(
-            network.model,
-            network.layers,
-            network.objective.likelihood,
-            rows,
-            network.case_weight(point.batch),
-            directions,
-        )
-    with watch("step_size"):
-        seen = point.batch.seen_loss
-        found = _found(network, point, factors, directions, gram, step_size.bounded)
-        if found is None:
-            check_finite(point, factors, network.layers)
-            raise RefusedError("The curvature of the step is not finite.")
-        damping = before.lambda_ + point.weight_decay
-        Q = _sum(found.fisher, found.inner, damping)
-        precision = torch.finfo(point.gradient[0].dtype).eps
-        step = step_size.solve(Q, found.slopes, precision, before.experience)
-        if not math.isfinite(step.predicted_change):
-            raise RefusedError("The predicted change of the objective is not finite.")
-        penalty = point.weight_decay / 2 * found.squares
-        delta, remembered = _combine(directions, step)
-        undamped = _sum(found.fisher, found.inner, point.weight_decay)
-        curvature, damped = (quadratic_form(B, step.coefficients) for B in (undamped, Q))
-    if step_size.cg_steps > 1:
-        with watch("conjugate_gradients"):
-            delta, change = _refined(
-                network, point, before.lambda_, delta, inverse, step_size.cg_steps, rows
-            )
-            step, remembered = Step(step.coefficients, step.predicted_change + change), None
-    if step_size.bounded:
-        # Where mini-batches differ, steps from a loss that is rounding error are long and lead anywhere,
-        # which cases that are not among these have to pay for. Where they don't differ, such a step shows
-        # at once, and is taken back.
-        least = network.resolution(point.batch) if before.confirmed is not None else 0.0
-        step, cut = within(step, found.loss + penalty, least)
-        if cut < 1:
-            # What momentum remembers too: where there is nothing to gain it is forgotten.
-            for V in (*delta, *(remembered or ())):
-                V.mul_(cut)
-    return Proposal(
-        gamma=gamma,
-        inverse=inverse,
-        decayed=decayed,
-        step=step,
-        delta=delta,
-        remembered=remembered,
-        loss=found.returned,
-        penalty=penalty,
-        loss_seen=seen is not None
-        and point.seen(found.loss, found.seen_loss, point.gradient[0].dtype),
-        curvature_share=curvature / damped if damped > 0 else 1.0,
-        far=not step_size.bounded
-        and quadratic_form(found.inner, step.coefficients) > found.squares,
-    )
+        if self.rule.momentum and self.state.momentum is not None:
+            directions.append(self.state.momentum)
+        return directions
 
-
-def _refined(
-    network: Network,
-    point: Point,
-    lambda_: float,
-    delta: Matrices,
-    inverse: DampedInverse,
-    cg_steps: int,
-    rows: Batch,
-) -> tuple[Matrices, float]:
-    """δ after the further CG steps, all on S₂, and what they add to the predicted change."""
-
-    def product(v: Matrices) -> Matrices:
+    def _product(self, v: Matrices) -> Matrices:
+        """(F + (λ + η)I) v on S₂."""
+        m = self.measurement
         Fv = fisher_product(
-            network.model,
-            network.layers,
-            network.objective.likelihood,
-            rows,
-            network.case_weight(point.batch),
+            self.network.model,
+            self.network.layers,
+            self.network.objective.likelihood,
+            self.examples,
+            m.objective_scale,
             v,
         )
-        damping = lambda_ + point.weight_decay
+        damping = m.lambda_ + m.weight_decay
         return tuple(torch.add(a, b, alpha=damping) for a, b in zip(Fv, v, strict=True))
-
-    return refined(delta, point.gradient, product, inverse.mv, cg_steps - 1)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """All that the host has to know of a proposal to make it a step, in float64."""
+    """Numbers that the host needs to make a step of a proposal, in float64."""
 
     fisher: Matrix
     """v_iᵀFv_j."""
     inner: Matrix
     """v_iᵀv_j."""
-    slopes: Vector
+    slopes: Coefficients
     """∇hᵀv_j."""
     returned: float
     loss: float
     seen_loss: float
     squares: float
-    """‖θ‖², where the objective has it or the step is not bounded."""
+    """‖θ‖², if the objective has it or the step is not bounded."""
 
 
 def _found(
@@ -198,7 +204,7 @@ def _found(
     gram: Tensor,
     bounded: bool,
 ) -> _Found | None:
-    """In the step's one synchronisation; None if something is not finite, the factors included."""
+    """Numbers from the step's one synchronisation; None if some are not finite, the factors included."""
     count, seen = len(directions), point.batch.seen_loss
     products = _inner_products(directions, point.gradient)
     squares = [] if bounded and point.weight_decay == 0 else _squares(network)
@@ -244,20 +250,20 @@ def _sum(A: Matrix, B: Matrix, weight: float) -> Matrix:
     return [[a + weight * b for a, b in zip(*rows, strict=True)] for rows in zip(A, B, strict=True)]
 
 
-def _combine(directions: Sequence[Matrices], step: Step) -> tuple[Matrices, Matrices | None]:
-    """Σ_j c_j v_j, in the memory of the first direction; the same with less of that, if it is less."""
+def _combine(directions: Sequence[Matrices], step: Step) -> tuple[Matrices, Matrices]:
+    """δ = Σ_j c_j v_j, in the memory of the first direction, and the momentum buffer, δ or less of it."""
     total = tuple(V.mul_(step.coefficients[0]) for V in directions[0])
-    remembered = None
+    momentum = total
     if step.remembered < 1:
-        remembered = tuple(V * step.remembered for V in total)
+        momentum = tuple(V * step.remembered for V in total)
     for direction, c in zip(directions[1:], step.coefficients[1:], strict=True):
-        for made in (total,) if remembered is None else (total, remembered):
+        for made in (total,) if momentum is total else (total, momentum):
             for V, W in zip(made, direction, strict=True):
                 V.add_(W, alpha=c)
-    return total, remembered
+    return total, momentum
 
 
 def _squares(network: Network) -> list[Tensor]:
-    """What ‖θ‖² is the sum of."""
+    """Terms of ‖θ‖²."""
     flat = [p.reshape(-1) for layer in network.layers for p in layer.parameters()]
     return [torch.dot(p, p) for p in flat]

@@ -1,17 +1,52 @@
 """What one step did, in numbers and events."""
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
+
+_RENAMED = {"taken_back": "rejected"}
+"""Kinds of events by their names in the release before."""
+
+
+class EventKind(str, Enum):
+    """What an event is about; equal to the string of its value.
+
+    `"taken_back"`, the name of `REJECTED` in the release before, still works: `EventKind("taken_back")`,
+    `event.kind == "taken_back"`.
+    """
+
+    REFUSED = "refused"
+    """Loss, gradient or statistics are not finite: no step was made."""
+    REJECTED = "rejected"
+    """The step before made the objective worse and was rolled back."""
+    REFRESH_FAILED = "refresh_failed"
+    """No damped inverse could be computed: the last one stays in use."""
+    CANDIDATE_FAILED = "candidate_failed"
+    """One γ that was tried could not be inverted with."""
+    LOSS_NOT_SEEN = "loss_not_seen"
+    """The closure returned something else than the loss module's value."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "EventKind | None":
+        return cls(_RENAMED[value]) if isinstance(value, str) and value in _RENAMED else None
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, _RENAMED.get(other, other) if isinstance(other, str) else other)
+
+    __hash__ = str.__hash__
+
+    def __str__(self) -> str:
+        return str(self.value)
 
 
 @dataclass(frozen=True)
 class Event:
     """Something out of the ordinary that happened in a step."""
 
-    kind: str
-    """`"refused"`, `"taken_back"`, `"refresh_failed"`, `"candidate_failed"` or `"loss_not_seen"`."""
+    kind: EventKind
     message: str
 
 
@@ -36,15 +71,15 @@ class StepReport:
     rho: float | None = None
     """(h(θ+δ) − h(θ)) / (M(δ) − M(0)) on S′ [MG15 §6.5]."""
     next_rho: float | None = None
-    """The same of the step before this one, with h on this step's rows, which it had not seen."""
+    """The same for the step before this one, with h on this mini-batch, from which it was not computed."""
     predicted_change: float | None = None
     """M(δ) − M(0)."""
-    cases: int = 0
-    """Rows of the mini-batch S′."""
+    examples: int = 0
+    """Examples in the mini-batch S′."""
     mean_loss: float | None = None
-    """`loss`; of one that is summed over the cases the mean."""
+    """`loss`; if that is summed over the examples, their mean."""
     memory: float = 1.0
-    """Steps that momentum remembers where mini-batches are noisy; 1 is the last one alone."""
+    """Steps that momentum remembers while mini-batches are noisy; 1 is the last one alone."""
     trials: int = 0
     """Trial evaluations of the mini-batch, at the first step, to find λ₀."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -55,9 +90,23 @@ class StepReport:
     def refused(self) -> bool:
         """Whether the step was refused: none was made from this mini-batch.
 
-        Parameters and statistics are as they were, but for a step before it that was taken back.
+        Parameters and statistics are as they were, but for a step before it that was rejected.
         """
-        return any(event.kind == "refused" for event in self.events)
+        return any(event.kind is EventKind.REFUSED for event in self.events)
+
+    @property
+    def rejected(self) -> bool:
+        """Whether the step before this one was rejected and rolled back."""
+        return any(event.kind is EventKind.REJECTED for event in self.events)
+
+    @property
+    def cases(self) -> int:
+        """Deprecated: `examples`."""
+        message = (
+            "StepReport.cases is now StepReport.examples; the old name goes with the next release."
+        )
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.examples
 
 
 class Stopwatch:

@@ -1,24 +1,33 @@
-"""The choices that a user makes, and what follows from them: when to refresh, on how many rows."""
+"""The choices that a user makes, and what follows from them: when to refresh, on how many examples."""
 
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from kronfac.control import (
+    Acceptance,
+    AnyDampingRule,
+    AnyGammaRule,
+    DampingRule,
+    GammaRule,
+    Rule,
+    StepRule,
+)
 from kronfac.inverses import ApproximateInverse, BlockDiagonalInverse, BlockTridiagonalInverse
 from kronfac.statistics import EmpiricalFisher, ExactFisher, Fisher, SampledFisher
-from kronfac.step_size import DampingRule, GammaRule, StepRule
 
 T = TypeVar("T")
 
-# The statistics change fastest in the first iterations, so the inverse is fresh in each [MG15 §9].
 FIRST_REFRESHES = 3
-# Where the interval is left open it grows with the iteration, up to the paper's: what is as old as a
-# quarter of the training is out of date.
+"""Iterations that all refresh the inverse: the statistics change fastest in the first ones [MG15 §9]."""
 AGE, LONGEST_INTERVAL = 1 / 4, 20
-# A refresh that is in use later than this would be half as old as the inverse that it replaces.
+"""An interval that is not given grows with the iteration, up to the paper's: what is as old as a quarter of
+the training is out of date."""
 LONGEST_LAG = LONGEST_INTERVAL // 2
-# With the paper's fractions of a small mini-batch the factors and the curvature of the step would be of a
-# few rows; with these they cost no more than the gradient.
+"""A refresh that is adopted later than this would be half as old as the inverse that it replaces."""
 LEAST_ROWS = 250
+"""Examples in S₁ and S₂ at the least, if their fractions are not given. By the paper's fractions of a small
+mini-batch the factors and the curvature of the step would be those of a few examples; with these they cost
+no more than the gradient."""
 
 
 @dataclass(frozen=True)
@@ -27,22 +36,25 @@ class Settings:
 
     inverse: ApproximateInverse
     fisher: Fisher
-    damping: DampingRule
-    gamma: GammaRule
+    damping: AnyDampingRule
+    gamma: AnyGammaRule
     step_size: StepRule
+    acceptance: Acceptance
     statistics_fraction: float | None
     fisher_fraction: float | None
     inverse_interval: int | None
     inverse_lag: int = 0
 
     def __post_init__(self) -> None:
-        for name, method, remedy in (
-            ("damping", "judges", "FixedDamping(0.1)"),
-            ("gamma", "candidates", "FixedGamma(0.1)"),
-            ("step_size", "solve", "RawStep(0.1)"),
-        ):
+        kinds: tuple[tuple[str, type[Rule[Any]], str], ...] = (
+            ("damping", DampingRule, "FixedDamping(0.1)"),
+            ("gamma", GammaRule, "FixedGamma(0.1)"),
+            ("step_size", StepRule, "RawStep(0.1)"),
+            ("acceptance", Acceptance, "Acceptance()"),
+        )
+        for name, kind, remedy in kinds:
             rule = getattr(self, name)
-            if isinstance(rule, type) or not hasattr(rule, method):
+            if not isinstance(rule, kind):
                 raise ValueError(f"KFAC's {name} is a rule, such as {remedy}; got {rule!r}.")
         for name in ("statistics_fraction", "fisher_fraction"):
             fraction = getattr(self, name)
@@ -75,17 +87,17 @@ class Settings:
             return 0  # it would be out of date by then
         return self.inverse_lag
 
-    def statistics_share(self, cases: int) -> float:
-        """τ₁ for a mini-batch of so many cases."""
-        return _share(self.statistics_fraction, 1 / 8, cases)
+    def statistics_share(self, examples: int) -> float:
+        """τ₁ for a mini-batch of this size."""
+        return _share(self.statistics_fraction, 1 / 8, examples)
 
-    def fisher_share(self, cases: int) -> float:
-        """τ₂ for a mini-batch of so many cases."""
-        return _share(self.fisher_fraction, 1 / 4, cases)
+    def fisher_share(self, examples: int) -> float:
+        """τ₂ for a mini-batch of this size."""
+        return _share(self.fisher_fraction, 1 / 4, examples)
 
 
-def _share(chosen: float | None, usual: float, cases: int) -> float:
-    return max(usual, min(1.0, LEAST_ROWS / cases)) if chosen is None else chosen
+def _share(chosen: float | None, usual: float, examples: int) -> float:
+    return max(usual, min(1.0, LEAST_ROWS / examples)) if chosen is None else chosen
 
 
 # ---------------------------------------------------------------------------------------------- names

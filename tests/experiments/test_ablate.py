@@ -206,7 +206,8 @@ def test_plain_tikhonov_predicts_half_the_slope():
     root, g = torch.randn(3, 3).double(), torch.randn(3).double()
     B = root @ root.T + torch.eye(3)
     delta = -torch.linalg.solve(B, g)
-    predicted = PlainStep().solve([[1.0]], [float(g @ delta)], 1e-16).predicted_change
+    state, m = kronfac.StepState(), kronfac.Measurement()
+    predicted = PlainStep().solve([[1.0]], [float(g @ delta)], state, m).predicted_change
     assert predicted == pytest.approx(float(g @ delta + delta @ B @ delta / 2))
 
 

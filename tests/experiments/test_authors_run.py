@@ -48,7 +48,7 @@ def test_the_first_thirty_iterations(train):
         optimizer.step(optimizer.closure(x, x))
         report = optimizer.report
         assert not report.events
-        assert report.cases == BATCH.get(k, report.cases)
+        assert report.examples == BATCH.get(k, report.examples)
         # λ falls at every check, as every ρ is above 3/4; γ stays where it starts.
         assert report.lambda_ == pytest.approx(150 * 0.95 ** (k - k % 5), rel=1e-12)
         assert report.gamma == pytest.approx(12.2474, abs=1e-4)

@@ -86,7 +86,7 @@ def test_so_does_a_comparison_of_the_average_where_mini_batches_differ():
         x, y = torch.randn(CASES, 7), torch.rand(CASES, 9).round()
         counts[k] = counted(lambda x=x, y=y: kfac.step(kfac.closure(x, y)))
         assert k < 120 or not kfac.report.events
-    assert kfac.state_dict()["kfac"]["average"] is not None
+    assert kfac.state_dict()["kfac"]["step"]["memory"]["average"] is not None
     assert counts[134] == pytest.approx(usual, rel=1e-3)
     assert counts[135] == pytest.approx(usual + once["reduction_ratio"], rel=1e-3)
     assert counts[140] == pytest.approx(usual + 2 * once["reduction_ratio"], rel=1e-3)

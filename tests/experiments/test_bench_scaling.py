@@ -36,8 +36,8 @@ def test_the_theory_is_what_the_state_holds(inverse):
     state = kfac.state_dict()["kfac"]
     expected = theory(SIZES, inverse == "block_tridiagonal")
     assert bytes_of(state["factors"]) == expected.factors
-    assert bytes_of(state["previous_delta"]) == expected.parameters / 5
-    held = bytes_of(pack(state["inverse"]))
+    assert bytes_of(state["step"]["momentum"]) == expected.parameters / 5
+    held = bytes_of(pack(state["current"]["inverse"]))
     if inverse == "block_diagonal":
         assert held == expected.inverses / 2
     else:  # columns of the correction may have been dropped

@@ -247,11 +247,11 @@ def test_a_bad_mini_batch_is_refused_and_leaves_no_trace(steps_before, inverse, 
     assert [event.kind for event in report.events] == ["refused"]
     assert BAD[bad] in report.events[0].message
     assert report.iteration == steps_before + 1
-    assert report.cases == 12
+    assert report.examples == 12
     assert report.loss == float(returned) or (math.isnan(report.loss) and math.isnan(returned))
     assert (report.lambda_, report.gamma) == (
-        before.state["kfac"]["lambda_"],
-        before.state["kfac"]["gamma"],
+        before.state["kfac"]["damping"]["lambda_"],
+        before.state["kfac"]["gamma"]["gamma"],
     )
     assert (report.alpha, report.mu, report.rho, report.predicted_change) == (None,) * 4
 

@@ -19,6 +19,7 @@ from kronfac import (
     AdaptiveGamma,
     BlockDiagonalInverse,
     BlockTridiagonalInverse,
+    DampingState,
     ExactTikhonov,
     FixedDamping,
     FixedGamma,
@@ -72,8 +73,8 @@ def test_the_inverse_is_that_of_the_factors_of_the_iteration_that_began_it(kind)
         # 1, 2 and 3 at once; 5 in use from 8 on, 10 from 13 on.
         begun = k if k <= 3 else 3 if k < 5 + LAG else 5 if k < 10 + LAG else 10
         expected = kind().prepare(factors[begun]).damped(gamma)
-        assert same(pack(optimizer._state.inverse), pack(expected)), k
-        assert optimizer._state.inverse_iteration == begun
+        assert same(pack(optimizer._state.current.inverse), pack(expected)), k
+        assert optimizer._state.current.iteration == begun
 
 
 def test_between_start_and_use_steps_are_made_while_the_refresh_is_under_way():
@@ -89,11 +90,11 @@ def test_between_start_and_use_steps_are_made_while_the_refresh_is_under_way():
     try:
         for k in range(1, INTERVAL + LAG):
             step(optimizer, k)  # would not return if it waited
-        assert optimizer._state.inverse_iteration == 3
+        assert optimizer._state.current.iteration == 3
     finally:
         used.set()
     step(optimizer, INTERVAL + LAG)
-    assert optimizer._state.inverse_iteration == INTERVAL
+    assert optimizer._state.current.iteration == INTERVAL
     assert names[:3] == ["MainThread"] * 3
     assert names[3].startswith("kronfac-background")
     assert len(names) == 4
@@ -177,7 +178,7 @@ def test_a_refresh_that_failed_is_told_of_when_it_was_to_be_used_and_tried_again
     for k in (INTERVAL + LAG, 2 * INTERVAL + LAG):
         assert kinds.pop(k) == ["candidate_failed", "refresh_failed"]
     assert not any(kinds.values())
-    assert optimizer._state.inverse_iteration == 3
+    assert optimizer._state.current.iteration == 3
     assert "as told" in optimizer.report.events[0].message
 
 
@@ -211,7 +212,7 @@ def test_a_step_that_is_refused_leaves_it_under_way():
     step(optimizer, INTERVAL + LAG, x_scale=float("nan"))  # which was to use it
     assert optimizer._state.refresh is under_way
     step(optimizer, INTERVAL + LAG)
-    assert optimizer._state.inverse_iteration == INTERVAL
+    assert optimizer._state.current.iteration == INTERVAL
 
 
 def test_a_step_that_is_refused_begins_none():
@@ -240,7 +241,10 @@ def test_an_error_in_the_background_is_not_kept_forever():
         for run in (optimizer, other):
             step(run, k)
         assert not optimizer.report.events
-    assert same(optimizer.state_dict()["kfac"]["inverse"], other.state_dict()["kfac"]["inverse"])
+    assert same(
+        optimizer.state_dict()["kfac"]["current"]["inverse"],
+        other.state_dict()["kfac"]["current"]["inverse"],
+    )
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -267,10 +271,11 @@ def test_where_lambda_has_moved_far_it_is_given_up_for_one_at_once():
     for k in range(1, INTERVAL + 1):
         step(optimizer, k)
     assert optimizer._state.refresh is not None
-    optimizer._state = replace(optimizer._state, lambda_=1000 * optimizer._state.lambda_)
+    far = DampingState(1000 * optimizer._state.damping.lambda_)
+    optimizer._state = replace(optimizer._state, damping=far)
     step(optimizer, INTERVAL + 1)
     assert optimizer._state.refresh is None
-    assert optimizer._state.inverse_iteration == INTERVAL + 1
+    assert optimizer._state.current.iteration == INTERVAL + 1
 
 
 def test_where_lambda_has_moved_since_the_inverse_in_use_but_not_since_it_began_it_goes_on():
@@ -279,9 +284,9 @@ def test_where_lambda_has_moved_since_the_inverse_in_use_but_not_since_it_began_
         step(optimizer, k)
     under_way = optimizer._state.refresh
     assert under_way is not None
-    far = 1000 * optimizer._state.lambda_
+    far = 1000 * optimizer._state.damping.lambda_
     optimizer._state = replace(
-        optimizer._state, lambda_=far, refresh=replace(under_way, lambda_=far)
+        optimizer._state, damping=DampingState(far), refresh=replace(under_way, lambda_=far)
     )
     step(optimizer, INTERVAL + 1)
     assert optimizer._state.refresh is not None

@@ -16,19 +16,17 @@ from kronfac import (
     ExactTikhonov,
     FixedDamping,
     FixedGamma,
+    LambdaSearch,
     SampledFisher,
 )
-from kronfac.first_damping import (
-    LEAST_CURVATURE,
-    MOST_TRIALS,
-    TRUSTED,
-    least_trusted,
-    mean_curvature,
-)
+from kronfac.measure import mean_curvature
 from tests.conftest import mlp, normal
 from tests.optimizer.runs import INVERSES
 
 LOSS = nn.MSELoss()
+SEARCH = LambdaSearch()
+TRUSTED, MOST_TRIALS = SEARCH.trusted, SEARCH.most_trials
+least_trusted = SEARCH.least_trusted
 ETA = 1e-3
 
 
@@ -71,7 +69,7 @@ def test_the_first_lambda_is_about_the_smallest_whose_step_the_model_describes(i
         change = objective(tried, x, y) - objective(model, x, y)
         return change / fixed.report.predicted_change
 
-    if lambda_ > 1.001 * LEAST_CURVATURE * mean_curvature(optimizer._state.factors):
+    if lambda_ > 1.001 * SEARCH.least_curvature * mean_curvature(optimizer._state.factors):
         assert rho(3 * lambda_) > TRUSTED > rho(lambda_ / 10)
         assert rho(lambda_) == pytest.approx(TRUSTED, abs=0.15)
 
@@ -141,3 +139,13 @@ def test_settings_of_the_paper_try_nothing():
     optimizer.step(optimizer.closure(normal(20, 4), normal(20, 3)))
     assert optimizer.report.trials == 0
     assert optimizer.report.lambda_ == 0.3
+
+
+@pytest.mark.parametrize("start", [None, 0.7])
+def test_without_a_search_lambda_stays_where_it_starts(start):
+    optimizer = KFAC(mlp([4, 5, 3]), LOSS, damping=AdaptiveDamping(lambda_=start, search=None))
+    optimizer.step(optimizer.closure(normal(20, 4), normal(20, 3)))
+    expected = mean_curvature(optimizer._state.factors) if start is None else start
+    assert optimizer.report.trials == 0
+    assert optimizer.report.lambda_ == expected
+    assert optimizer.report.gamma == pytest.approx(math.sqrt(expected))

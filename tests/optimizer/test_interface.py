@@ -123,7 +123,7 @@ def test_what_the_report_holds():
         # As the closure returned it: without the weight decay's part.
         assert optimizer.report.loss == pytest.approx(loss, rel=1e-14)
     assert [report.iteration for report in reports] == [1, 2, 3, 4]
-    assert [report.cases for report in reports] == [15] * 4
+    assert [report.examples for report in reports] == [15] * 4
     assert [report.rho is None for report in reports] == [True, False, True, False]
     assert [report.mu is None for report in reports] == [True, False, False, False]
     assert reports[0].gamma == pytest.approx(math.sqrt(0.5 + 0.25))

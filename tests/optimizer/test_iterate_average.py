@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kronfac import KFAC, AdaptiveDamping, LongMemory, QuadraticModel
-from kronfac.step_size import Experience, RawStep
+from kronfac.control import Measurement, MemoryState, RawStep
 from tests.conftest import mlp, normal
 
 LOSS = nn.MSELoss()
@@ -52,11 +52,10 @@ def test_average_and_memory_by_their_definitions():
         x, y = rows(k)
         here = theta(model)
         optimizer.step(optimizer.closure(x, y))
-        state = optimizer._state
-        # The step has judged the one before; this is what it went by.
-        noisy = state.confirmed is not None and state.confirmed < 0.5
-        taken_back = any(event.kind == "taken_back" for event in optimizer.report.events)
-        assert not taken_back, "θ would have been another"
+        state, confirmed = optimizer._state.step.memory, optimizer._state.acceptance.confirmed
+        # The step has validated the one before; this is what it went by.
+        noisy = confirmed is not None and confirmed < 0.5
+        assert not optimizer.report.rejected, "θ would have been another"
         if not noisy:
             average, memory = None, math.inf
         if average is not None and k % 20 == 0 and k - start >= 0.2 * k:
@@ -75,7 +74,7 @@ def test_average_and_memory_by_their_definitions():
             # All the same until there are enough for a fifth of the iterations.
             weight = min(max(5 / (0.2 * k), 5 / (k - start + 5)), 1)
             average = [(1 - weight) * a + weight * b for a, b in zip(average, here, strict=True)]
-        assert state.memory == pytest.approx(memory, rel=1e-9)
+        assert state.length == pytest.approx(memory, rel=1e-9)
         assert optimizer.report.memory == pytest.approx(max(min(0.15 * k, 100, memory), 1))
         assert (state.average is None) == (average is None)
         if average is not None:
@@ -89,8 +88,8 @@ def test_nothing_is_averaged_where_mini_batches_agree():
     x, y = rows(0, noise=0.0)
     for _ in range(45):
         optimizer.step(optimizer.closure(x, y))
-    assert optimizer._state.average is None
-    assert optimizer._state.memory == math.inf
+    assert optimizer._state.step.memory.average is None
+    assert optimizer._state.step.memory.length == math.inf
 
 
 @pytest.mark.parametrize("step_size", [RawStep(0.1), QuadraticModel()])
@@ -98,8 +97,18 @@ def test_nor_by_rules_without_a_long_memory(step_size):
     optimizer = optimizer_of(mlp([3, 8, 2], seed=1), step_size=step_size)
     for k in range(45):
         optimizer.step(optimizer.closure(*rows(k)))
-    assert optimizer._state.average is None
+    assert optimizer._state.step.memory.average is None
     assert optimizer.report.memory == 1
+
+
+def test_nor_by_a_long_memory_that_does_not_average():
+    memory = LongMemory(averaged=None)
+    optimizer = optimizer_of(mlp([3, 8, 2], seed=1), step_size=QuadraticModel(memory=memory))
+    for k in range(61):
+        optimizer.step(optimizer.closure(*rows(k)))
+    assert optimizer._state.acceptance.confirmed < 0.25
+    assert optimizer._state.step.memory == MemoryState()
+    assert optimizer.report.memory == pytest.approx(0.15 * 61), "as long as it may be"
 
 
 def test_of_two_passes_with_other_masks_the_losses_say_nothing():
@@ -108,9 +117,9 @@ def test_of_two_passes_with_other_masks_the_losses_say_nothing():
     optimizer = optimizer_of(model)
     for k in range(61):
         optimizer.step(optimizer.closure(*rows(k)))
-    assert optimizer._state.confirmed < 0.5
-    assert optimizer._state.average is None
-    assert optimizer._state.memory == math.inf
+    assert optimizer._state.acceptance.confirmed < 0.5
+    assert optimizer._state.step.memory.average is None
+    assert optimizer._state.step.memory.length == math.inf
 
 
 def test_a_loss_of_the_closures_own_is_asked_for_again():
@@ -119,7 +128,7 @@ def test_a_loss_of_the_closures_own_is_asked_for_again():
     optimizer = optimizer_of(model)
     for k in range(1, 120):
         optimizer.step(optimizer.closure(*rows(k)))
-    state = optimizer._state
+    state = optimizer._state.step.memory
     assert state.average is not None
     at_average = [part for V in state.average for part in (V[:, :-1], V[:, -1])]
     x, y = rows(120)
@@ -133,21 +142,22 @@ def test_a_loss_of_the_closures_own_is_asked_for_again():
 
     optimizer.step(closure)
     assert "loss_not_seen" in {event.kind for event in optimizer.report.events}
-    expected = LongMemory().compared(Experience(120, memory=state.memory), better=True)
-    assert optimizer._state.memory == pytest.approx(expected)
+    m = Measurement(iteration=120, loss=1.0)
+    expected = LongMemory().compare(MemoryState(state.length), m, change=-1.0).length
+    assert optimizer._state.step.memory.length == pytest.approx(expected)
 
 
 def test_a_refused_step_leaves_both():
     optimizer = optimizer_of(mlp([3, 8, 2], seed=1))
     for k in range(1, 60):
         optimizer.step(optimizer.closure(*rows(k)))
-    before = optimizer._state
+    before = optimizer._state.step.memory
     assert before.average is not None
     x, y = rows(60)
     optimizer.step(optimizer.closure(x, y * math.nan))
     assert optimizer.report.refused
-    assert optimizer._state.average is before.average
-    assert optimizer._state.memory == before.memory
+    assert optimizer._state.step.memory.average is before.average
+    assert optimizer._state.step.memory.length == before.length
 
 
 def test_both_are_saved():
@@ -155,8 +165,8 @@ def test_both_are_saved():
     for k in range(1, 103):
         optimizer.step(optimizer.closure(*rows(k)))
     saved = optimizer.state_dict()
-    assert saved["kfac"]["average"] is not None
-    assert math.isfinite(saved["kfac"]["memory"])
+    assert saved["kfac"]["step"]["memory"]["average"] is not None
+    assert math.isfinite(saved["kfac"]["step"]["memory"]["length"])
     other = optimizer_of(mlp([3, 8, 2], seed=2))
     other.model.load_state_dict(optimizer.model.state_dict())
     other.load_state_dict(saved)
@@ -164,4 +174,6 @@ def test_both_are_saved():
         for run in (optimizer, other):
             run.step(run.closure(*rows(k)))
     assert all(map(torch.equal, theta(optimizer.model), theta(other.model)))
-    assert all(map(torch.equal, optimizer._state.average, other._state.average))
+    assert all(
+        map(torch.equal, optimizer._state.step.memory.average, other._state.step.memory.average)
+    )

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from kronfac import KFAC, AdaptiveDamping
-from kronfac.step_size import LongMemory, RawStep
+from kronfac.control import LongMemory, RawStep
 from tests.conftest import mlp, normal
+from tests.optimizer.runs import same
 
 LOSS = nn.MSELoss()
 
@@ -40,23 +41,23 @@ def test_momentum_goes_on_with_its_memory_and_a_part_of_the_new_step():
     optimizer = noisy(40)
     seen = 0
     for k in range(40, 60):
-        # The judgement that is made first leaves the memory as it is.
-        u, start = optimizer._state.momentum, joined(values(optimizer))
+        # The validation that is made first leaves the memory as it is.
+        u, start = optimizer._state.step.momentum, joined(values(optimizer))
         advance(optimizer, k)
         state, report = optimizer._state, optimizer.report
-        if report.events or state.remembered is None:
+        if report.events or state.step.momentum is state.acceptance.pending.delta:
             continue
         moved = [b - a for a, b in zip(start, joined(values(optimizer)), strict=True)]
         own = [d - report.mu * V for d, V in zip(moved, u, strict=True)]
         c = LongMemory().kept  # where noise is all there is, else more
         shares = []
-        for U, V, new in zip(state.remembered, u, own, strict=True):
+        for U, V, new in zip(state.step.momentum, u, own, strict=True):
             kept = U - report.mu * V
             shares.append(float((kept * new).sum() / new.square().sum()))
             torch.testing.assert_close(kept, shares[-1] * new, rtol=1e-8, atol=1e-12)
         assert shares == pytest.approx([shares[0]] * len(shares), rel=1e-6)
         assert c - 1e-9 <= shares[0] < 1
-        assert report.memory == pytest.approx(max(min(0.15 * (k + 1), state.memory), 1))
+        assert report.memory == pytest.approx(max(min(0.15 * (k + 1), state.step.memory.length), 1))
         seen += 1
     assert seen > 5
 
@@ -67,7 +68,7 @@ def test_the_statistics_are_remembered_as_long_where_that_is_longer():
     for k in range(140, 150):
         advance(optimizer, k)
         state = optimizer._state
-        assert state.confirmed <= 0.25, "these mini-batches have nothing in common"
+        assert state.acceptance.confirmed <= 0.25, "these mini-batches have nothing in common"
         # As long as momentum might at the most, also where noise makes its memory shorter.
         assert optimizer.report.memory < 0.15 * (k + 1)
         decay = 1 - 1 / (0.15 * (k + 1))
@@ -80,7 +81,8 @@ def test_the_statistics_are_remembered_as_long_where_that_is_longer():
 def test_it_is_saved():
     optimizer = noisy(41)
     state = optimizer.state_dict()
-    assert state["kfac"]["remembered"] is not None
+    kfac = state["kfac"]
+    assert not same(kfac["step"]["momentum"], kfac["acceptance"]["pending"]["delta"])
     other = noisy(0)
     other.model.load_state_dict(optimizer.model.state_dict())
     other.load_state_dict(state)
@@ -90,14 +92,14 @@ def test_it_is_saved():
     assert all(map(torch.equal, values(optimizer), values(other)))
 
 
-def test_it_comes_back_with_a_step_that_is_taken_back():
+def test_it_comes_back_with_a_step_that_is_rejected():
     optimizer = noisy(44)
-    u = optimizer._state.momentum
-    assert optimizer._state.remembered is not None
+    u = optimizer._state.step.momentum
+    assert u is not optimizer._state.acceptance.pending.delta
     sensible = optimizer.settings
     optimizer.settings = replace(sensible, step_size=RawStep(1e4))
     advance(optimizer, 44)
     optimizer.settings = sensible
     advance(optimizer, 45)
-    assert [event.kind for event in optimizer.report.events] == ["taken_back"]
-    assert all(map(torch.equal, optimizer._state.last.kept.momentum, u))
+    assert [event.kind for event in optimizer.report.events] == ["rejected"]
+    assert all(map(torch.equal, optimizer._state.acceptance.pending.kept.momentum, u))

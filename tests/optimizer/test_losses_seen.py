@@ -248,6 +248,6 @@ def test_an_evaluation_on_the_side_is_not_part_of_the_mini_batch():
 
         watched.step(closure)
         assert kinds(watched) == []
-        assert watched.report.cases == 15
+        assert watched.report.examples == 15
     for p, q in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
         assert torch.equal(p, q)

@@ -75,7 +75,7 @@ def assert_same_run(a: KFAC, b: KFAC) -> None:
     assert_close(dense.theta(a.model), dense.theta(b.model), **SAME)
     for name in ("loss", *NUMBERS):
         close(getattr(a.report, name), getattr(b.report, name), name, tolerance=1e-9)
-    assert a.report.cases == b.report.cases
+    assert a.report.examples == b.report.examples
     states = [optimizer.state_dict()["kfac"] for optimizer in (a, b)]
     assert torch.equal(states[0]["generator"], states[1]["generator"])
     factors = [state["factors"] for state in states]
@@ -109,7 +109,7 @@ def test_a_closure_that_accumulates_gives_the_step_of_one_pass(loss, sizes):
         whole.step(whole.closure(x, y))
         parts.step(accumulating(parts, loss, x, y, sizes))
         assert parts.report.events == ()
-        assert parts.report.cases == M
+        assert parts.report.examples == M
     assert_same_run(parts, whole)
 
 

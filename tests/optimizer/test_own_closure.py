@@ -14,7 +14,7 @@ from kronfac import KFAC, Bernoulli, BlockDiagonalInverse, Categorical, Gaussian
 from kronfac.closure import MiniBatchClosure
 from kronfac.errors import ClosureError, TargetError, UnsupportedModelError
 from kronfac.layers import find_layers
-from kronfac.update import Transition, Update
+from kronfac.step import Transition, compute_step
 from tests.conftest import AUTODIFF, mlp, normal, random_targets
 from tests.optimizer.runs import Snapshot
 
@@ -123,13 +123,12 @@ def test_gradients_from_before_are_not_held_while_the_step_is_computed(
     optimizer.step(optimizer.closure(x, y, chunk=chunk))
     before = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
     held: list[bool] = []
-    computed = Update.__call__
 
-    def watched(update: Update, *args: Any) -> Transition:
+    def watched(*args: Any, **settings: Any) -> Transition:
         held.append(any(grad() is not None for grad in before))
-        return computed(update, *args)
+        return compute_step(*args, **settings)
 
-    monkeypatch.setattr(Update, "__call__", watched)
+    monkeypatch.setattr("kronfac.optimizer.compute_step", watched)
     optimizer.step(optimizer.closure(x, y, chunk=chunk))
     assert len(before) == 4
     assert held == [False]

@@ -12,12 +12,15 @@ from kronfac import (
     KFAC,
     BlockDiagonalInverse,
     BlockTridiagonalInverse,
+    DampingState,
     ExactFisher,
     ExactTikhonov,
     FixedDamping,
     FixedGamma,
     GammaSearch,
+    GammaState,
     LevenbergMarquardt,
+    Measurement,
     QuadraticModel,
     RawStep,
     SampledFisher,
@@ -312,10 +315,14 @@ def test_with_weight_decay_its_part_is_that_of_the_last_refresh(chunk):
 def test_the_papers_constants():
     # The table and "The step" of the notes on the authors' program, typed in.
     settings = kronfac.presets.paper()
+
+    def updated(rho: float) -> float:
+        return settings["damping"].update(DampingState(1.0), Measurement(rho=rho)).lambda_
+
     assert settings["damping"].lambda_ == 150
     assert settings["damping"].interval == 5
-    assert settings["damping"].updated(1.0, rho=0.9) == pytest.approx(0.77378094, rel=1e-7)  # 0.95⁵
-    assert settings["damping"].updated(1.0, rho=0.1) == pytest.approx(1.29235544, rel=1e-7)
+    assert updated(rho=0.9) == pytest.approx(0.77378094, rel=1e-7)  # 0.95⁵
+    assert updated(rho=0.1) == pytest.approx(1.29235544, rel=1e-7)
     assert settings["gamma"].interval == 20
     assert settings["gamma"].criterion == "model"
     assert settings["step_size"].momentum is True
@@ -330,24 +337,24 @@ def test_the_papers_constants():
     assert ema_decay(500, fisher.ema_decay) == 0.95
     assert optimizer.settings.inverse == BlockDiagonalInverse()
     assert not optimizer.settings.inverse.wants_rows([(1000, 785)], cases=1, weight_decay=1e-5)
-    assert optimizer.state_dict()["kfac"]["gamma"] == pytest.approx(12.247449, rel=1e-6)
+    assert optimizer.state_dict()["kfac"]["gamma"]["gamma"] == pytest.approx(12.247449, rel=1e-6)
 
 
 def test_the_papers_gamma_follows_the_authors_log():
-    search = kronfac.presets.paper()["gamma"]
     eta = 1e-5
+
+    def candidates(iteration: int, gamma: float, lambda_: float) -> tuple[float, ...]:
+        m = Measurement(iteration=iteration, lambda_=lambda_, weight_decay=eta)
+        return kronfac.presets.paper()["gamma"].candidates(GammaState(gamma), m)
+
     gamma = math.sqrt(150 + eta)
-    assert search.candidates(19, gamma, 150.0, eta) == (gamma,)
+    assert candidates(19, gamma, 150.0) == (gamma,)
     # 12.247 at iterations 20 and 40, 7.333 at 60, 1.0 at 80, then a factor of 0.599 each time.
-    assert sorted(search.candidates(20, gamma, 150.0, eta)) == pytest.approx(
-        [1.0, 7.333, 12.247], rel=1e-4
-    )
-    assert sorted(search.candidates(60, 7.333, 20.0, eta)) == pytest.approx(
-        [1.0, 4.391, 7.333], rel=1e-3
-    )
-    assert sorted(search.candidates(80, 1.0, 2.0, eta)) == pytest.approx([0.599, 1.0], rel=1e-3)
+    assert sorted(candidates(20, gamma, 150.0)) == pytest.approx([1.0, 7.333, 12.247], rel=1e-4)
+    assert sorted(candidates(60, 7.333, 20.0)) == pytest.approx([1.0, 4.391, 7.333], rel=1e-3)
+    assert sorted(candidates(80, 1.0, 2.0)) == pytest.approx([0.599, 1.0], rel=1e-3)
     # γ_min = √η = 0.003162.
-    assert sorted(search.candidates(400, 0.004, 1e-6, eta)) == pytest.approx(
+    assert sorted(candidates(400, 0.004, 1e-6)) == pytest.approx(
         [0.0031623, 0.004, 0.006681], rel=1e-3
     )
 

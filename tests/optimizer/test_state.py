@@ -63,7 +63,7 @@ def test_dtypes_are_kept(continued, case, dtype):
     assert same(loaded, saved["optimizer"])
     assert loaded["kfac"]["generator"].dtype == torch.uint8
     assert loaded["kfac"]["factors"]["A"][0].dtype == DTYPES[dtype]
-    assert isinstance(loaded["kfac"]["lambda_"], float)
+    assert isinstance(loaded["kfac"]["damping"]["lambda_"], float)
 
 
 def test_the_inverse_in_the_file_is_older_than_its_statistics(continued):
@@ -71,7 +71,7 @@ def test_the_inverse_in_the_file_is_older_than_its_statistics(continued):
     saved = torch.load(continued / "block_diagonal-float64.saved", weights_only=True)
     kfac = saved["optimizer"]["kfac"]
     A = kfac["factors"]["A"][0]
-    damping = torch.linalg.inv(kfac["inverse"]["blocks"][0]["A"]) - A
+    damping = torch.linalg.inv(kfac["current"]["inverse"]["blocks"][0]["A"]) - A
     off_diagonal = damping - torch.diag(damping.diagonal())
     assert off_diagonal.abs().max() > 1e-3 * A.diagonal().mean()
 
@@ -188,7 +188,10 @@ UNFIT = {
         lambda: torch.optim.Adam(mlp([4, 5, 3]).parameters()).state_dict(),
         "no entry 'kfac'",
     ),
-    "another version": (lambda: _edited(_trained().state_dict(), version=1), "version 6; got 1"),
+    "another version": (
+        lambda: _edited(_trained().state_dict(), version=1),
+        "versions 6 and 7; got 1",
+    ),
     "no version": (lambda: _without(_trained().state_dict(), "version"), "version"),
     "other layers": (lambda: _trained(_named("a", "b")).state_dict(), r"\['a', 'b'\]"),
     "more layers": (lambda: _trained(mlp([4, 5, 5, 3])).state_dict(), r"\['0', '2', '4'\]"),

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from kronfac.fisher_products import fisher_gram
 from kronfac.layers import find_layers
 from kronfac.linalg import KroneckerProduct
 from kronfac.objective import objective_of
 from kronfac.statistics import ExactFisher, estimate
-from kronfac.step_size import fisher_gram
 from tests.conformance import assert_relative
 from tests.conftest import batch, mlp, normal, random_targets, seeded
 from tests.reference import dense

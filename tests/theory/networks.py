@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from kronfac import ExactFisher
 from kronfac.factors import KroneckerFactors
+from kronfac.fisher_products import fisher_gram
 from kronfac.inverses import DampedInverse
 from kronfac.layers import Matrices, find_layers
 from kronfac.minibatch import Batch, Call
 from kronfac.objective import Likelihood, objective_of
 from kronfac.statistics import capture, estimate
-from kronfac.step_size import fisher_gram
 from tests.reference.dense import flatten, kron, unflatten
 
 Nonlinearity = Callable[[Tensor], Tensor]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kronfac import KFAC, Bernoulli, Categorical, ExactFisher, FixedDamping, FixedGamma, Gaussian
+from kronfac.control import RawStep
 from kronfac.objective import Likelihood
-from kronfac.step_size import RawStep
 from tests.reference.dense import flatten, kron, kron_fisher, moments, shapes
 from tests.theory.networks import (
     biased,

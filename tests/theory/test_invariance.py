@@ -17,9 +17,9 @@ from kronfac import (
     QuadraticModel,
     RawStep,
 )
+from kronfac.control import StepRule
 from kronfac.inverses import ApproximateInverse
 from kronfac.objective import Likelihood
-from kronfac.step_size import StepRule
 from tests.reference.dense import flatten, kron
 from tests.theory.networks import (
     Network,

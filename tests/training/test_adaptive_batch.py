@@ -23,7 +23,7 @@ class Scripted:
 
     def says(self, iteration: int, rho: float | None, cases: int = 0) -> None:
         self.report = StepReport(
-            iteration, 1.0, 1.0, 1.0, next_rho=rho, cases=cases, memory=self.memory
+            iteration, 1.0, 1.0, 1.0, next_rho=rho, examples=cases, memory=self.memory
         )
 
 
@@ -114,11 +114,11 @@ def test_a_share_of_the_data_is_taken_into_account():
     optimizer = Scripted()
     sampler = AdaptiveBatchSampler(1000, optimizer, initial=400)
     for k in range(40):
-        optimizer.report = StepReport(k + 1, 1.0, 1.0, 1.0, next_rho=-0.6, cases=400)
+        optimizer.report = StepReport(k + 1, 1.0, 1.0, 1.0, next_rho=-0.6, examples=400)
         sampler.next_indices()
     assert sampler.size == 400, "of all cases ρ is 0.6 (−0.6) + 0.4 = 0.04"
     for k in range(40, 80):
-        optimizer.report = StepReport(k + 1, 1.0, 1.0, 1.0, next_rho=-0.7, cases=400)
+        optimizer.report = StepReport(k + 1, 1.0, 1.0, 1.0, next_rho=-0.7, examples=400)
         sampler.next_indices()
     assert sampler.size > 400
 

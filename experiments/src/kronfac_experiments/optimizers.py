@@ -9,17 +9,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kronfac import (
-    KFAC,
-    AdaptiveDamping,
-    ConjugateGradients,
-    KronfacError,
-    LongMemory,
-    SampledFisher,
-    presets,
-)
-from kronfac.objective import Likelihood
+from kronfac import presets
+from kronfac.control import AdaptiveDamping, ConjugateGradients, LongMemory, Measurement
+from kronfac.errors import KronfacError
+from kronfac.objective.base import Likelihood
+from kronfac.optimizer import KFAC
 from kronfac.report import Stopwatch
+from kronfac.statistics import SampledFisher
 from kronfac_experiments.baseline import NesterovMomentum, momentum_at
 from kronfac_experiments.config import TORCH_OPTIMIZERS, TrainConfig
 
@@ -123,12 +119,12 @@ class KfacStepper:
     def start(self) -> StepNumbers:
         """λ₀ and γ₀, where they are known before the first mini-batch."""
         settings = self.optimizer.settings
-        lambda_ = settings.damping.lambda_
-        if lambda_ is None:
-            return StepNumbers(math.nan)
         weight_decay = float(self.optimizer.param_groups[0]["weight_decay"])
-        gamma = settings.gamma.initial(lambda_, weight_decay)
-        return StepNumbers(math.nan, lambda_=lambda_, gamma=gamma)
+        lambda_ = settings.damping.init(Measurement(weight_decay=weight_decay)).lambda_
+        if math.isnan(lambda_):
+            return StepNumbers(math.nan)
+        m = Measurement(lambda_=lambda_, weight_decay=weight_decay)
+        return StepNumbers(math.nan, lambda_=lambda_, gamma=settings.gamma.init(m).gamma)
 
     def step(self, x: Tensor, y: Tensor) -> StepNumbers:
         """One step."""
@@ -141,8 +137,8 @@ class KfacStepper:
             gamma=report.gamma,
             rho=report.rho,
             next_rho=report.next_rho,
-            # After a step that was taken back the mini-batch is gone through again.
-            trials=report.trials + sum(event.kind == "taken_back" for event in report.events),
+            # After a rejected step the mini-batch is evaluated again.
+            trials=report.trials + report.rejected,
             alpha=report.alpha,
             mu=report.mu,
             parts=dict(report.seconds),

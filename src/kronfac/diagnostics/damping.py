@@ -1,6 +1,6 @@
 """What the next step would improve, against its γ, with and without re-scaling and momentum [MG15 §6.4].
 
-The steps are computed by `kronfac.update.Update` from the optimizer's own state, and not taken.
+The steps are computed by `kronfac.step.compute_step` from the optimizer's own state, and not taken.
 """
 
 import math
@@ -10,14 +10,22 @@ from typing import Any
 
 import torch
 
+from kronfac.control import (
+    FixedGamma,
+    GammaState,
+    LevenbergMarquardt,
+    QuadraticModel,
+    RawStep,
+    StepRule,
+)
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.optimizer import KFAC
-from kronfac.point import Point, RefusedError
+from kronfac.point import Network, Point, RefusedError
 from kronfac.precision import full_precision
 from kronfac.report import Stopwatch
+from kronfac.settings import Settings
 from kronfac.state import State
-from kronfac.step_size import FixedGamma, LevenbergMarquardt, QuadraticModel, RawStep, StepRule
-from kronfac.update import Update
+from kronfac.step import compute_step
 
 RULES: dict[str, StepRule] = {
     "re-scaling and momentum": QuadraticModel(momentum=True),
@@ -61,7 +69,7 @@ def damping_sweep(
     """
     if not gammas or not all(0 < gamma < math.inf for gamma in gammas):
         raise ValueError(f"damping_sweep needs γ's, each positive and finite; got {gammas}.")
-    if math.isnan(optimizer._state.lambda_):
+    if math.isnan(optimizer._state.damping.lambda_):
         raise ValueError(
             "damping_sweep needs λ, which AdaptiveDamping finds in the first step; take that first."
         )
@@ -79,26 +87,29 @@ def damping_sweep(
                 inverse_interval=1,
                 inverse_lag=0,
             )
-            update = Update(evaluated.network, settings)
             for gamma in gammas:
-                before = replace(optimizer._state, gamma=gamma, inverse=None, refresh=None)
-                found.append(_improvement(name, update, point, before))
+                before = replace(
+                    optimizer._state, gamma=GammaState(gamma), current=None, refresh=None
+                )
+                found.append(_improvement(name, gamma, evaluated.network, settings, point, before))
     return found
 
 
-def _improvement(name: str, update: Update, point: Point, before: State) -> Improvement:
+def _improvement(
+    name: str, gamma: float, network: Network, settings: Settings, point: Point, before: State
+) -> Improvement:
     try:
-        report = update(point, before, Stopwatch()).report
+        report = compute_step(network, settings, point, before, Stopwatch()).report
     except (RefusedError, NonFiniteError, NotPositiveDefiniteError):
         nan = math.nan
-        return Improvement(name, before.gamma, nan, nan, nan, nan)
+        return Improvement(name, gamma, nan, nan, nan, nan)
     assert report.predicted_change is not None
     assert report.alpha is not None
     # ρ is the ratio of the two changes; at a stationary point there is neither.
     change = 0.0 if report.rho is None else report.rho * report.predicted_change
     return Improvement(
         rule=name,
-        gamma=before.gamma,
+        gamma=gamma,
         improvement=-change,
         predicted=-report.predicted_change,
         alpha=report.alpha,

@@ -147,7 +147,7 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
             return
         self._last = report
         if report.next_rho is not None and not math.isnan(report.next_rho):
-            share = min(report.cases / self.cases, 1.0)
+            share = min(report.examples / self.cases, 1.0)
             rho = 1 - max(share, 1 - share) * (1 - report.next_rho)
             self._average += (min(max(rho, -1.0), 1.0) - self._average) / 4
             if self._average < self._threshold and not self._cancels(self.size, report.memory):

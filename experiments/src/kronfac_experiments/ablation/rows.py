@@ -14,32 +14,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kronfac import (
-    KFAC,
-    BlockDiagonalInverse,
-    EmpiricalFisher,
-    ExactTikhonov,
-    FactoredTikhonov,
+from kronfac import presets
+from kronfac.control import (
+    Coefficients,
     FixedGamma,
     LevenbergMarquardt,
+    Matrix,
+    Measurement,
     QuadraticModel,
     RawStep,
-    SampledFisher,
+    Step,
+    StepState,
     TiedGamma,
-    presets,
 )
 from kronfac.factors import KroneckerFactors
-from kronfac.inverses import ApproximateInverse, DampedInverse
+from kronfac.inverses import ApproximateInverse, BlockDiagonalInverse, DampedInverse
 from kronfac.inverses.base import Matrices
-from kronfac.inverses.damping import Norm
-from kronfac.objective import Likelihood
-from kronfac.step_size import (
-    NO_EXPERIENCE,
-    Experience,
-    Matrix,
-    Step,
-    Vector,
-)
+from kronfac.inverses.damping import ExactTikhonov, FactoredTikhonov, Norm
+from kronfac.objective.base import Likelihood
+from kronfac.optimizer import KFAC
+from kronfac.statistics import EmpiricalFisher, SampledFisher
 from kronfac_experiments.config import FirstOrderOptions, KfacOptions, TrainConfig
 from kronfac_experiments.optimizers import (
     FirstOrderStepper,
@@ -147,9 +141,7 @@ class PlainStep(RawStep):
     predicted to make things worse.
     """
 
-    def solve(
-        self, Q: Matrix, r: Vector, precision: float, experience: Experience = NO_EXPERIENCE
-    ) -> Step:
+    def solve(self, Q: Matrix, r: Coefficients, state: StepState, m: Measurement) -> Step:
         """α = 1."""
         return Step((self.alpha,), r[0] / 2)
 

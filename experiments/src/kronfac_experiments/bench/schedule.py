@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from torch import nn
 
-from kronfac import KFAC, AdaptiveGamma, Gaussian, presets
+from kronfac import KFAC, Gaussian, presets
+from kronfac.control import AdaptiveGamma
+from kronfac.control.long_memory import COMPARING
 from kronfac.settings import LEAST_ROWS, LONGEST_INTERVAL, Settings
-from kronfac.step_size.long_memory import COMPARING
 
 Preset = Literal["paper", "default"]
 
@@ -86,7 +87,7 @@ class Schedule:
 def _interval_of_rho(settings: Settings) -> float:
     """From the rule itself, in iterations far beyond its first."""
     rule, late = settings.damping, range(10_000, 10_100)
-    found = [k for k in late if rule.measures(k) or rule.judges(k)]
+    found = [k for k in late if rule.measures(k) is not None]
     return len(late) / len(found) if found else math.inf
 
 

@@ -134,7 +134,7 @@ def _run(
             break
         first_lambda = row["lambda"] if session.iteration == 1 else first_lambda
         settled = row["lambda"] if session.iteration <= 20 else settled
-        backs += sum(event.startswith("taken_back") for event in row.get("events", ()))
+        backs += sum(event.startswith("rejected") for event in row.get("events", ()))
         if session.cases < due:
             continue
         due = SPACING * session.cases

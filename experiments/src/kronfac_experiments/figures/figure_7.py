@@ -149,7 +149,7 @@ class _Run:
     def damping(self) -> tuple[float, float]:
         """λ and γ that the next step would start from."""
         state = self.optimizer.state_dict()["kfac"]
-        return float(state["lambda_"]), float(state["gamma"])
+        return float(state["damping"]["lambda_"]), float(state["gamma"]["gamma"])
 
     def _save(self) -> None:
         if self._file is None:

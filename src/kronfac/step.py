@@ -1,0 +1,229 @@
+"""One step, top to bottom, in the order of [MG15 §9]: measure → refresh → propose → model.
+
+The last step has been validated before (`validation.py`). Pure: what a step finds comes back as a
+`Transition`, for the optimizer to commit or to drop.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kronfac.candidates import best_proposal
+from kronfac.control import Kept, Measurement, Pending, StepState
+from kronfac.factors import KroneckerFactors, ema_decay
+from kronfac.first_damping import first_lambda
+from kronfac.layers import Matrices
+from kronfac.measure import measure
+from kronfac.minibatch import Batch, draws_masks
+from kronfac.point import Network, Point, objective_change
+from kronfac.proposal import Proposal, Proposer
+from kronfac.report import Event, EventKind, StepReport, Stopwatch
+from kronfac.settings import Settings
+from kronfac.state import State, initial_gamma
+from kronfac.statistics import estimate
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A step, computed and not yet taken."""
+
+    delta: Matrices
+    state: State
+    report: StepReport
+
+
+def compute_step(
+    network: Network,
+    settings: Settings,
+    point: Point,
+    before: State,
+    watch: Stopwatch,
+    *,
+    outlier: bool = False,
+) -> Transition:
+    """The step from `point` and the state after it.
+
+    From a mini-batch whose loss is an `outlier`, it is a step for the next one to validate.
+
+    Raises:
+        RefusedError: loss, gradient, statistics or step are not finite.
+    """
+    events: list[Event] = []
+    m = measure(network, point, before)
+    with watch("reduction_ratio"):
+        step_state = _compare_average(network, settings, point, before.step, m)
+    with watch("statistics"):
+        S1, S2 = _curvature_examples(settings, point.batch)
+        factors, generator = _update_factors(network, settings, point, S1, before, m)
+    proposer = Proposer(network, point, S2, factors, settings.step_size, step_state, m, watch)
+    trials = 0
+    if m.iteration == 1 and (settings.damping.search is not None or math.isnan(m.lambda_)):
+        with watch("first_lambda"):
+            lambda_, trials = first_lambda(proposer, settings.inverse, settings.damping.search)
+        damping = replace(before.damping, lambda_=lambda_)
+        before = replace(
+            before, damping=damping, gamma=initial_gamma(settings, damping, m.weight_decay)
+        )
+        m = measure(network, point, before)
+        proposer = replace(proposer, measurement=m)
+    chosen = best_proposal(settings, proposer, before, events)
+    best = chosen.proposal
+    if not best.loss_seen:
+        events.append(
+            Event(
+                EventKind.LOSS_NOT_SEEN,
+                "The closure's loss is not the loss module's value on the model's outputs; the "
+                "curvature is that of the loss module, and ρ calls the closure again.",
+            )
+        )
+    predicted = best.step.predicted_change
+    after = replace(
+        m,
+        loss=best.loss,
+        gamma=best.gamma,
+        candidates=chosen.candidates,
+        predicted_change=predicted,
+        curvature_share=best.curvature_share,
+    )
+    damping, rho = before.damping, None
+    if settings.damping.measures(m.iteration) == "own" and predicted != 0:
+        with watch("reduction_ratio"):
+            change = best.change
+            if change is None:
+                change = objective_change(network, point, best.loss_seen, best.delta)
+        rho = change / predicted
+        # Without re-scaling M may predict a rise, for which ρ ≈ 1 says nothing good.
+        after = replace(after, rho=math.nan if predicted > 0 else rho)
+        damping = settings.damping.update(damping, after)
+    assert before.gamma is not None
+    alpha, *mu = best.step.coefficients
+    memory = settings.step_size.long_memory
+    return Transition(
+        delta=best.delta,
+        state=State(
+            iteration=m.iteration,
+            generator=generator,
+            damping=damping,
+            gamma=settings.gamma.update(before.gamma, after),
+            step=_update_average(network, settings, replace(step_state, momentum=best.momentum), m),
+            acceptance=replace(
+                before.acceptance,
+                pending=_pending(network, settings, before, best, m, outlier),
+            ),
+            factors=factors,
+            current=chosen.current,
+            refresh=chosen.refresh,
+        ),
+        report=StepReport(
+            iteration=m.iteration,
+            loss=best.loss,
+            lambda_=damping.lambda_,
+            gamma=best.gamma,
+            alpha=alpha,
+            mu=mu[0] if mu else None,
+            rho=rho,
+            predicted_change=predicted,
+            examples=m.examples,
+            mean_loss=best.loss / (m.examples if m.summed else 1),
+            memory=1.0 if memory is None else memory.horizon(step_state.memory, m),
+            trials=trials,
+            seconds=watch.seconds,
+            events=tuple(events),
+        ),
+    )
+
+
+# -------------------------------------------------------------------------------------------- measure
+
+
+def _curvature_examples(settings: Settings, batch: Batch) -> tuple[Batch, Batch]:
+    """S₁ and S₂: the first examples both, whose way through the network is the same [§8]."""
+    S1 = batch.first(settings.statistics_share(batch.cases))
+    S2 = batch.first(settings.fisher_share(batch.cases))
+    return S1, S2
+
+
+def _update_factors(
+    network: Network, settings: Settings, point: Point, S1: Batch, before: State, m: Measurement
+) -> tuple[KroneckerFactors, Tensor]:
+    """The moving averages with S₁ in them, and the generator's state after its draws [§5]."""
+    generator = torch.Generator(device=point.gradient[0].device)
+    generator.set_state(before.generator)
+    fisher, memory = settings.fisher, settings.step_size.long_memory
+    remembered = 1.0 if memory is None else memory.statistics(m)
+    factors = estimate(
+        network.model,
+        network.layers,
+        network.objective,
+        S1,
+        m.objective_scale,
+        fisher,
+        generator,
+        settings.inverse.needs_neighbours,
+        before.factors,
+        ema_decay(m.iteration, fisher.ema_decay, remembered),
+    )
+    return factors, generator.get_state()
+
+
+def _compare_average(
+    network: Network, settings: Settings, point: Point, state: StepState, m: Measurement
+) -> StepState:
+    """The step rule's memory after θ̄ was compared with θ on this mini-batch, if it is time to."""
+    memory = settings.step_size.long_memory
+    if memory is None:
+        return state
+    remembered = memory.begin(state.memory, m)
+    # With other masks every loss is another.
+    if (
+        remembered.average is not None
+        and memory.compares(remembered, m)
+        and not draws_masks(network.model)
+    ):
+        m = replace(m, loss=float(point.loss))
+        pairs = zip(remembered.average, network.theta(), strict=True)
+        lag = tuple(a - b for a, b in pairs)
+        if math.isfinite(m.loss or 0.0):
+            change = objective_change(network, point, point.loss_seen(lag[0].dtype), lag)
+            remembered = memory.compare(remembered, m, change)
+    return replace(state, memory=remembered)
+
+
+def _update_average(
+    network: Network, settings: Settings, state: StepState, m: Measurement
+) -> StepState:
+    """The step rule's memory with the θ that the step starts from in θ̄."""
+    memory = settings.step_size.long_memory
+    if memory is None or draws_masks(network.model):
+        return state
+    theta = network.theta() if memory.averages(m) else None
+    return replace(state, memory=memory.average(state.memory, m, theta))
+
+
+# ---------------------------------------------------------------------------------------------- commit
+
+
+def _pending(
+    network: Network,
+    settings: Settings,
+    before: State,
+    best: Proposal,
+    m: Measurement,
+    outlier: bool,
+) -> Pending:
+    """What the next mini-batch needs to validate this step, and to roll it back."""
+    validate = outlier or (best.far and m.noise is not None)
+    keep = validate or best.far or settings.damping.measures(m.iteration + 1) == "next"
+    keep = keep and settings.acceptance.rejection is not None
+    return Pending(
+        delta=best.delta,
+        examples=m.examples,
+        loss=best.loss,
+        penalty=best.penalty,
+        predicted_change=best.step.predicted_change,
+        curvature_share=best.curvature_share,
+        kept=Kept(network.theta(), before.step.momentum) if keep else None,
+        validate=validate,
+    )

@@ -1,0 +1,163 @@
+"""A conformance kit for rules: what the optimizer relies on, for rules of your own.
+
+    from kronfac.testing import check_gamma_rule
+
+    def test_my_rule():
+        check_gamma_rule(MyRule())
+
+A check raises `AssertionError` with the measurement that broke it.
+"""
+
+import copy
+import io
+import math
+import pickle
+import random
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kronfac.control import (
+    AnyDampingRule,
+    AnyGammaRule,
+    Measurement,
+    Rule,
+    StepRule,
+    StepState,
+)
+from kronfac.inverses.base import pack
+from kronfac.packing import Unpacker
+
+TRIALS = 200
+
+
+def measurements(count: int = TRIALS, seed: int = 0) -> Iterator[Measurement]:
+    """Measurements of every kind and size, finite but for ρ, which may be anything."""
+    draw = random.Random(seed)
+
+    def number() -> float:
+        return float(10 ** draw.uniform(-8, 8))
+
+    rhos = (None, -math.inf, math.nan, -3.0, -0.2, 0.2, 0.5, 0.9, 1.0, 30.0)
+    for _ in range(count):
+        measured = draw.choice(("rho", "next_rho", "rejected", None))
+        yield Measurement(
+            iteration=draw.choice((1, 2, 5, 20, 40, draw.randrange(1, 10**5))),
+            examples=draw.randrange(1, 10**4),
+            loss=number(),
+            weight_decay=draw.choice((0.0, 1e-5, number())),
+            lambda_=number(),
+            gamma=number(),
+            objective_scale=number(),
+            summed=draw.random() < 0.5,
+            predicted_change=-number(),
+            rho=draw.choice(rhos) if measured == "rho" else None,
+            next_rho=draw.choice(rhos) if measured == "next_rho" else None,
+            rejected=measured == "rejected",
+            curvature_share=draw.random(),
+            noisy=draw.random() < 0.5,
+            elapsed=draw.randrange(1, 100),
+            confirmed=draw.choice((None, draw.uniform(-1, 1))),
+            noise=draw.choice((None, number())),
+            inverse_age=draw.randrange(1, 1000),
+            inverse_lambda=draw.choice((None, number())),
+            drifted=draw.random() < 0.3,
+            sampling_error=number(),
+            mean_curvature=number(),
+        )
+
+
+def check_gamma_rule(rule: AnyGammaRule) -> None:
+    """γ is positive and finite whatever was measured; what is remembered is pure and can be saved."""
+    for m in measurements():
+        state = rule.init(m)
+        for _ in range(3):
+            candidates = _pure(rule.candidates, state, m)
+            _require(bool(candidates), "there is no candidate", rule, m)
+            for gamma in candidates:
+                _require(0 < gamma < math.inf, f"γ = {gamma}", rule, m)
+            _require(len(set(candidates)) == len(candidates), f"twice in {candidates}", rule, m)
+            _pure(rule.due, state, m)
+            state = _check_update(
+                rule, state, replace(m, gamma=candidates[-1], candidates=candidates)
+            )
+            _require(state.gamma == candidates[-1], f"γ = {state.gamma} after the step", rule, m)
+
+
+def check_damping_rule(rule: AnyDampingRule) -> None:
+    """λ is finite and not negative whatever was measured; what is remembered is pure and can be saved."""
+    for m in measurements():
+        state = rule.init(m)
+        if math.isnan(state.lambda_):  # the first step finds one
+            state = replace(state, lambda_=m.lambda_)
+        for k in range(1, 4):
+            _require(
+                rule.measures(k) in ("own", "next", None), "measures() is none of these", rule, m
+            )
+            state = _check_update(rule, state, m)
+            _require(0 <= state.lambda_ < math.inf, f"λ = {state.lambda_}", rule, m)
+
+
+def check_step_rule(rule: StepRule) -> None:
+    """The step has a coefficient for each direction, and does not promise NaN."""
+    draw = random.Random(0)
+    for m in measurements():
+        _check_saving(rule.init(m))
+        a, b, c = draw.uniform(0.1, 2), draw.uniform(0.1, 2), draw.uniform(-0.9, 0.9)
+        Q = [[a * a, a * b * c], [a * b * c, b * b]]
+        r = [draw.uniform(-1, 1), draw.uniform(-1, 1)]
+        for k in (1, 2) if rule.momentum else (1,):
+            step = rule.solve([row[:k] for row in Q[:k]], r[:k], StepState(), m)
+            _require(len(step.coefficients) == k, f"{k} directions, {step}", rule, m)
+            finite = math.isfinite(step.predicted_change) and 0 <= step.remembered <= 1
+            _require(finite, str(step), rule, m)
+
+
+def _check_update(rule: Rule[Any], state: Any, m: Measurement) -> Any:
+    after = _pure(rule.update, state, m)
+    _require(type(after) is type(state), f"{type(state)} became {type(after)}", rule, m)
+    _check_saving(after)
+    return after
+
+
+def _check_saving(state: Any) -> None:
+    """What a rule remembers goes through a file, and is what it was."""
+    assert is_dataclass(state), f"What a rule remembers is a dataclass; got {state!r}."
+    file = io.BytesIO()
+    torch.save(pack(state), file)
+    file.seek(0)
+    try:
+        packed = torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise AssertionError(f"{state!r} holds what is no number and no tensor.") from error
+    loaded = Unpacker(torch.device("cpu")).update(state, packed, "state")
+    assert _same(loaded, state), f"{state!r} was saved and is {loaded!r}."
+
+
+def _pure(function: Any, *args: Any) -> Any:
+    """The value, computed twice from arguments that stay as they were."""
+    before = copy.deepcopy(args)
+    value, again = function(*args), function(*args)
+    assert _same(value, again), f"{function} gives {value!r}, then {again!r}, from {args!r}."
+    assert _same(args, before), f"{function} changed its arguments: {before!r} became {args!r}."
+    return value
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if is_dataclass(a):
+        return type(a) is type(b) and all(
+            _same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)
+        )
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(map(_same, a, b))
+    both_nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
+    return bool(a is b or a == b or both_nan)
+
+
+def _require(holds: bool, what: str, rule: Rule[Any], m: Measurement) -> None:
+    assert holds, f"{rule!r}: {what}, from {m!r}."

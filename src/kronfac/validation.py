@@ -1,0 +1,78 @@
+"""The last step, validated on the mini-batch of this one: a transition of its own, before the step.
+
+Pure; the optimizer commits the result, and rolls θ back if the step is rejected.
+"""
+
+from dataclasses import dataclass, replace
+
+from kronfac.control import Losses, Pending, Verdict
+from kronfac.measure import measure
+from kronfac.point import Evaluation, Network, decay_change, moved_loss
+from kronfac.report import Event, EventKind
+from kronfac.settings import Settings
+from kronfac.state import State
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What became of the last step."""
+
+    state: State
+    """With λ moved, and nothing left to validate; if it was rejected, as before it."""
+    rho: float
+    """See `Verdict`."""
+    rejected: Pending | None = None
+    """The step to be rolled back."""
+    event: Event | None = None
+
+
+def in_turn(settings: Settings, state: State) -> bool:
+    """Whether the next mini-batch validates the last step in any case."""
+    pending = state.acceptance.pending
+    if pending is None:
+        return False
+    return pending.validate or settings.damping.measures(state.iteration + 1) == "next"
+
+
+def suspects(
+    network: Network,
+    settings: Settings,
+    evaluation: Evaluation,
+    state: State,
+    loss: float,
+    penalty: float | None = None,
+) -> bool:
+    """Whether the loss of this mini-batch calls for a validation out of turn, see `Acceptance`."""
+    m = replace(measure(network, evaluation, state), loss=loss)
+    return settings.acceptance.suspects(state.acceptance, m, penalty)
+
+
+def validate(
+    network: Network, settings: Settings, evaluation: Evaluation, state: State
+) -> Validation | None:
+    """The last step by h(θ) and h(θ − δ) on this mini-batch; None if that can't tell."""
+    pending = state.acceptance.pending
+    if pending is None or pending.predicted_change == 0:
+        return None
+    back = tuple(V.neg() for V in pending.delta)
+    loss_seen = evaluation.loss_seen(back[0].dtype)
+    losses = Losses(
+        after=float(evaluation.loss),
+        before=float(moved_loss(network, evaluation, loss_seen, back)),
+        penalty_change=-decay_change(network, evaluation.weight_decay, back),
+    )
+    m = measure(network, evaluation, state)
+    verdict = settings.acceptance.validate(state.acceptance, m, losses)
+    return None if verdict is None else _validation(settings, state, pending, verdict)
+
+
+def _validation(settings: Settings, state: State, pending: Pending, verdict: Verdict) -> Validation:
+    damping = settings.damping.update(state.damping, verdict.measurement)
+    after = replace(state, acceptance=verdict.state, damping=damping)
+    if verdict.cause is None:
+        return Validation(after, verdict.rho)
+    # What the step taught is kept: statistics and inverse, a larger λ.
+    momentum = None if pending.kept is None else pending.kept.momentum
+    after = replace(after, step=replace(state.step, momentum=momentum))
+    event = Event(EventKind.REJECTED, f"The last step is rejected: {verdict.cause}")
+    return Validation(after, verdict.rho, pending, event)

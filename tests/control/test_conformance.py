@@ -1,0 +1,128 @@
+"""Every rule passes the kit that users have for theirs, and the kit finds what it is there to find."""
+
+import itertools
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from kronfac import (
+    AdaptiveDamping,
+    AdaptiveGamma,
+    ConjugateGradients,
+    DampingRule,
+    DampingState,
+    FixedDamping,
+    FixedGamma,
+    GammaRule,
+    GammaSearch,
+    GammaState,
+    LevenbergMarquardt,
+    LongMemory,
+    QuadraticModel,
+    RawStep,
+    TiedGamma,
+)
+from kronfac.testing import check_damping_rule, check_gamma_rule, check_step_rule
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        AdaptiveGamma(),
+        AdaptiveGamma(strength=None, minimum=0.1),
+        GammaSearch(),
+        GammaSearch(interval=1, criterion="objective"),
+        FixedGamma(),
+        FixedGamma(0.3),
+        TiedGamma(),
+    ],
+    ids=str,
+)
+def test_rules_for_gamma(rule):
+    check_gamma_rule(rule)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        AdaptiveDamping(),
+        AdaptiveDamping(0.3, search=None),
+        LevenbergMarquardt(),
+        FixedDamping(0.0),
+    ],
+    ids=str,
+)
+def test_rules_for_lambda(rule):
+    check_damping_rule(rule)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        QuadraticModel(),
+        QuadraticModel(bounded=True, memory=LongMemory()),
+        QuadraticModel(momentum=False),
+        ConjugateGradients(),
+        RawStep(),
+    ],
+    ids=str,
+)
+def test_rules_for_the_step(rule):
+    check_step_rule(rule)
+
+
+@dataclass(frozen=True)
+class Negative(GammaRule[GammaState]):
+    def init(self, m):
+        return GammaState(1.0)
+
+    def candidates(self, state, m):
+        return (1.0 - m.weight_decay,)
+
+
+@dataclass(frozen=True)
+class Impure(GammaRule[GammaState]):
+    counter: itertools.count = field(default_factory=lambda: itertools.count(1))
+
+    def init(self, m):
+        return GammaState(1.0)
+
+    def candidates(self, state, m):
+        return (float(next(self.counter)),)
+
+
+@dataclass(frozen=True)
+class SetState(GammaState):
+    seen: frozenset = frozenset()
+
+
+@dataclass(frozen=True)
+class Unsaved(GammaRule[SetState]):
+    def init(self, m):
+        return SetState(1.0)
+
+    def candidates(self, state, m):
+        return (1.0,)
+
+
+@dataclass(frozen=True)
+class Unbounded(DampingRule[DampingState]):
+    def init(self, m):
+        return DampingState(1.0)
+
+    def update(self, state, m):
+        return replace(state, lambda_=state.lambda_ * (m.next_rho or 1.0))
+
+
+@pytest.mark.parametrize(
+    ("check", "rule", "message"),
+    [
+        (check_gamma_rule, Negative(), "γ = "),
+        (check_gamma_rule, Impure(), "then"),
+        (check_gamma_rule, Unsaved(), "no number and no tensor"),
+        (check_damping_rule, Unbounded(), "λ = "),
+    ],
+)
+def test_the_kit_finds_faults(check, rule, message):
+    with pytest.raises(AssertionError, match=message):
+        check(rule)

@@ -1,0 +1,75 @@
+import math
+
+import pytest
+
+from kronfac.control import DampingState, FixedDamping, LevenbergMarquardt, Measurement
+
+OMEGA = (19 / 20) ** 5
+
+
+def updated(rule, lambda_: float, rho: float) -> float:
+    return rule.update(DampingState(lambda_), Measurement(rho=rho)).lambda_
+
+
+@pytest.mark.parametrize(
+    ("rho", "factor"),
+    [
+        (0.76, OMEGA),
+        (1.0, OMEGA),
+        (50.0, OMEGA),
+        (math.inf, OMEGA),
+        (0.75, 1.0),
+        (0.5, 1.0),
+        (0.25, 1.0),
+        (0.24, 1 / OMEGA),
+        (0.0, 1 / OMEGA),
+        (-3.0, 1 / OMEGA),
+        (-math.inf, 1 / OMEGA),
+        (math.nan, 1 / OMEGA),
+    ],
+)
+def test_rule_of_the_paper(rho, factor):
+    """ρ > ¾: λ ← ω₁λ; ρ < ¼: λ ← λ/ω₁, ω₁ = (19/20)^T₁, T₁ = 5 [MG15 §6.5]."""
+    rule = LevenbergMarquardt(lambda_=150.0)
+    assert updated(rule, 8.0, rho) == pytest.approx(8.0 * factor, rel=1e-14)
+
+
+@pytest.mark.parametrize(("interval", "decay"), [(1, 0.95), (5, 0.9), (10, 1.0)])
+def test_omega_is_the_decay_of_a_whole_interval(interval, decay):
+    rule = LevenbergMarquardt(interval=interval, decay=decay)
+    assert updated(rule, 1.0, 1.0) == pytest.approx(decay**interval, rel=1e-14)
+    assert [k for k in range(1, 31) if rule.measures(k) == "own"] == list(
+        range(interval, 31, interval)
+    )
+
+
+def test_down_and_up_again_is_where_it_was():
+    rule = LevenbergMarquardt()
+    assert updated(rule, updated(rule, 3.0, 1.0), 0.0) == pytest.approx(3.0, rel=1e-14)
+
+
+def test_fixed_damping_never_measures_nor_moves():
+    rule = FixedDamping(0.3)
+    assert not any(rule.measures(k) for k in range(1, 50))
+    assert updated(rule, 0.3, -1.0) == 0.3
+
+
+@pytest.mark.parametrize("lambda_", [-1.0, math.inf, math.nan])
+@pytest.mark.parametrize("rule", [LevenbergMarquardt, FixedDamping])
+def test_lambda_is_finite_and_not_negative(rule, lambda_):
+    with pytest.raises(ValueError, match="λ is finite"):
+        rule(lambda_=lambda_)
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"interval": 0}, "interval"),
+        ({"decay": 0.0}, "decay"),
+        ({"decay": 1.1}, "decay"),
+        ({"decay": math.nan}, "decay"),
+    ],
+)
+def test_settings_are_checked(settings, what):
+    with pytest.raises(ValueError, match=what):
+        LevenbergMarquardt(**settings)
