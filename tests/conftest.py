@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac.minibatch import Batch, Call
-from kronfac.objective import Bernoulli, Categorical, Gaussian, Likelihood
+from kronfac.network import Batch, Buffers, LossCall, ModelCall, Network, Pass, Ref, find_units
+from kronfac.objective import Bernoulli, Categorical, Gaussian, Likelihood, objective_of
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile(
@@ -108,17 +108,13 @@ def mlp(
     return nn.Sequential(*modules).to(dtype)
 
 
-def passes_either_way(module: str) -> Any:
-    """A fixture that runs every test twice: `mlp` is a perceptron, through which passes go by hand.
-
-    Args:
-        module: of kronfac, which asks for them.
-    """
+def passes_either_way() -> Any:
+    """A fixture that runs every test twice: `mlp` is a perceptron, through which passes go by hand."""
 
     @pytest.fixture(params=["by hand", "by torch"], autouse=True)
     def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         if request.param == "by torch":
-            monkeypatch.setattr(f"{module}.perceptron", lambda *_: None)
+            monkeypatch.setattr("kronfac.linearization.by_hand._way", lambda *_: None)
 
     return passes
 
@@ -133,21 +129,29 @@ def random_targets(outputs: Tensor, likelihood: str, seed: int = 1) -> Tensor:
     return torch.randn(outputs.shape, generator=generator, dtype=torch.float64).to(outputs.dtype)
 
 
+def network_of(model: nn.Module, loss: nn.Module | None = None) -> Network:
+    """The network that KFAC makes of a model and a loss."""
+    found = find_units(model)
+    objective = objective_of(loss or Gaussian())
+    return Network(model, found.units, found.sites, objective, Buffers(model))
+
+
 def batch(
-    x: Tensor, outputs: int, targets: Tensor | None = None, chunk: int | None = None
+    network: Network, x: Tensor, targets: Tensor | None = None, chunk: int | None = None
 ) -> Batch:
-    """The mini-batch that a closure would have recorded, in calls of `chunk` rows."""
-    calls = []
+    """The mini-batch that a closure would have recorded, in calls of `chunk` examples."""
+    objective, passes = network.objective, []
     for start in range(0, len(x), chunk or len(x)):
         part = slice(start, start + (chunk or len(x)))
-        rows = len(x[part])
-        calls.append(
-            Call(
-                args=(x[part],),
-                kwargs={},
-                rows=rows,
-                outputs=torch.Size((rows, outputs)),
-                targets=None if targets is None else targets[part],
-            )
-        )
-    return Batch(tuple(calls))
+        with torch.no_grad():
+            outputs = network.model(x[part])
+        call = ModelCall((x[part],), {}, outputs=(0,))
+        if targets is None:
+            loss = LossCall(0, objective.declare(outputs.shape))
+        else:
+            y = targets[part]
+            value = objective.module(outputs, y)
+            loss = LossCall(0, objective.read(outputs, y), value, objective.module, (Ref(0), y), {})
+        share = len(x[part]) / len(x) if objective.mean else 1.0
+        passes.append(Pass((call,), (loss.scaled(share),)))
+    return Batch(tuple(passes), seen=targets is not None)

@@ -4,16 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from kronfac.fisher_products import fisher_gram
-from kronfac.layers import find_layers
-from kronfac.objective import Gaussian, objective_of
-from kronfac.statistics import capture
+from kronfac.fisher_products import fisher_gram, fisher_product
+from kronfac.network import record
+from kronfac.objective import Gaussian
 from tests.conformance import assert_relative
 from tests.conftest import (
     ACTIVATIONS,
     LIKELIHOODS,
     batch,
     mlp,
+    network_of,
     normal,
     passes_either_way,
     random_targets,
@@ -22,7 +22,7 @@ from tests.reference import dense
 
 WIDTHS = [4, 5, 3, 2]
 
-passes = passes_either_way("kronfac.fisher_products")
+passes = passes_either_way()
 
 
 def vectors(model, count):
@@ -31,11 +31,10 @@ def vectors(model, count):
 
 
 @torch.no_grad()  # as in `KFAC.step`
-def gram_of(model, likelihood, x, flat, chunk=None, weight=1.0):
+def gram_of(model, loss, x, flat, chunk=None, targets=None, factor=1.0):
     directions = [dense.unflatten(v, dense.shapes(model)) for v in flat]
-    outputs = model(x[:1]).numel()
-    rows = batch(x, outputs, chunk=chunk)
-    return fisher_gram(model, find_layers(model), likelihood, rows, weight, directions)
+    network = network_of(model, loss)
+    return fisher_gram(network, batch(network, x, targets, chunk), directions, factor)
 
 
 def expected_gram(F, flat):
@@ -87,11 +86,63 @@ def test_gram_has_the_units_of_the_loss_module(loss, likelihood, reduction):
     hessian = torch.func.hessian(lambda t: module(dense.network_function(model, t, x), y))(
         dense.theta(model)
     )
-    objective = objective_of(module)
     flat = vectors(model, 2)
-    weight = objective.case_weight(len(x), 3)
-    gram = gram_of(model, objective.likelihood, x, flat, chunk=5, weight=weight)
-    assert_relative(gram, expected_gram(hessian, flat))
+    for targets in (y, None):  # read from the call, or declared
+        gram = gram_of(model, module, x, flat, chunk=5, targets=targets)
+        assert_relative(gram, expected_gram(hessian, flat))
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_product_is_that_of_the_dense_fisher(likelihood, chunk):
+    model, x = mlp(WIDTHS), normal(12, 4)
+    (v,) = vectors(model, 1)
+    network = network_of(model, LIKELIHOODS[likelihood]())
+    V = dense.unflatten(v, dense.shapes(model))
+    with torch.no_grad():
+        product = fisher_product(network, batch(network, x, chunk=chunk), V, factor=1.5)
+    F = dense.exact_fisher(model, x, likelihood)
+    assert_relative(dense.flatten(product), 1.5 * F @ v)
+
+
+def test_the_factor_counts_the_terms():
+    model, x = mlp(WIDTHS), normal(12, 4)
+    flat = vectors(model, 2)
+    plain, scaled = (gram_of(model, Gaussian(), x, flat, factor=f) for f in (1.0, 2.5))
+    assert_relative(scaled, 2.5 * plain)
+
+
+def weighted_fisher(model, x, weights, likelihood="categorical"):
+    """Σ_t w_t J_tᵀ F_R J_t."""
+    J = dense.jacobian(model, x)
+    F_R = dense.output_fisher(model(x).detach(), likelihood)
+    return torch.einsum("c,cop,coq,cqr->pr", weights, J, F_R, J)
+
+
+def test_terms_with_weights():
+    """Class weights and ignored targets: a mean over the weights of the targets that count."""
+    model, x = mlp([4, 5, 3]), normal(6, 4)
+    y, weight = torch.tensor([0, 2, -100, 1, 1, -100]), torch.tensor([1.0, 2.0, 5.0]).double()
+    loss = nn.CrossEntropyLoss(weight=weight)
+    flat = vectors(model, 2)
+    weights = torch.tensor([1.0, 5.0, 0.0, 2.0, 2.0, 0.0]).double() / 10
+    gram = gram_of(model, loss, x, flat, targets=y)
+    assert_relative(gram, expected_gram(weighted_fisher(model, x, weights), flat))
+
+
+def test_flattened_sequences_have_a_term_each():
+    """`loss(model(x).reshape(-1, C), y.reshape(-1))`: the softmax is over the classes of one token."""
+    model, x = mlp([4, 5, 3]), normal(6, 2, 4)
+    y = torch.randint(3, (6, 2), generator=torch.Generator().manual_seed(1))
+    loss, flat = nn.CrossEntropyLoss(), vectors(model, 2)
+    network = network_of(model, loss)
+    with record(model, network.objective) as recording:
+        loss(model(x).reshape(-1, 3), y.reshape(-1)).backward()
+    directions = [dense.unflatten(v, dense.shapes(model)) for v in flat]
+    with torch.no_grad():
+        gram = fisher_gram(network, recording.batch(), directions)
+    F = dense.exact_fisher(model, x.reshape(-1, 4), "categorical")
+    assert_relative(gram, expected_gram(F, flat))
 
 
 def test_frozen_layers_take_no_part():
@@ -101,7 +152,8 @@ def test_frozen_layers_take_no_part():
     V = list(dense.unflatten(normal(len(F)), shapes))
     model[2].requires_grad_(False)
     kept = (V[0], V[2])
-    gram = fisher_gram(model, find_layers(model), Gaussian(), batch(x, 2), 1.0, [kept])
+    network = network_of(model, Gaussian())
+    gram = fisher_gram(network, batch(network, x), [kept])
     v = dense.flatten([V[0], torch.zeros_like(V[1]), V[2]])
     assert_relative(gram, (v @ F @ v).reshape(1, 1))
 
@@ -132,69 +184,39 @@ def test_nothing_is_left_behind():
     assert all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
 
 
-@pytest.mark.parametrize("activation", ["sigmoid", "relu"])
-def test_what_the_closures_pass_left_saves_work_and_changes_nothing(activation, monkeypatch):
-    """With the layers' outputs at hand, the pass makes no product W a of its own."""
-    monkeypatch.setattr("kronfac.fisher_products.perceptron", lambda *_: None)
-    model, x = mlp(WIDTHS, activation), normal(12, 4)
-    layers, flat = find_layers(model), vectors(model, 2)
-    with torch.no_grad(), capture(layers) as captured:
-        for p in model.parameters():
-            p.requires_grad_()
-        with torch.enable_grad():
-            model(x)
-    kept = batch(x, 2).with_activations(captured.activations())
-    directions = [dense.unflatten(v, dense.shapes(model)) for v in flat]
-    args = (model, layers, LIKELIHOODS["bernoulli"]())
-    for fraction in (1.0, 0.5):
-        plain, reused = (
-            fisher_gram(*args, rows.first(fraction), 1.0, directions)
-            for rows in (batch(x, 2), kept)
-        )
-        assert_relative(reused, plain)
-    # They are really used: with others in their place the result is another.
-    wrong = {name: s + 1 for name, s in captured.activations().items()}
-    assert not torch.allclose(
-        fisher_gram(*args, batch(x, 2).with_activations(wrong), 1.0, directions),
-        fisher_gram(*args, batch(x, 2), 1.0, directions),
-    )
-
-
-def test_activations_that_were_overwritten_are_not_kept():
-    model = mlp(WIDTHS, lambda: nn.ReLU(inplace=True))
-    with capture(find_layers(model)) as captured:
-        model(normal(12, 4))
-    assert captured.activations() is None
-
-
 def test_directions_see_the_same_dropout_masks():
     """Then the Gram matrix of v, v and 2v is that of one number, to rounding; the RNG is restored."""
     model = nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Dropout(0.5), nn.Linear(20, 3)).double()
     V = (normal(20, 5, seed=1), normal(3, 21, seed=2))
     directions = [V, V, tuple(2 * v for v in V)]
-    rows = batch(normal(12, 4), 3)
+    network = network_of(model, Gaussian())
+    with record(model, network.objective) as recording:
+        z = model(normal(12, 4))
+        Gaussian()(z, torch.zeros_like(z)).backward()
     before = torch.get_rng_state()
-    gram = fisher_gram(model, find_layers(model), Gaussian(), rows, 1.0, directions)
+    gram = fisher_gram(network, recording.batch(), directions)
     assert torch.equal(torch.get_rng_state(), before)
     pattern = torch.tensor([[1, 1, 2], [1, 1, 2], [2, 2, 4]], dtype=torch.float64)
     assert_relative(gram, gram[0, 0] * pattern)
 
 
-def test_layers_get_their_own_forward_back():
-    """Also when the model raises in the middle of the pass."""
+def test_the_model_is_left_as_it_was_if_it_fails():
+    """In the middle of a pass."""
 
     class Broken(nn.Module):
         def forward(self, x):
-            raise RuntimeError("broken")
+            if self.broken:
+                raise RuntimeError("broken")
+            return x
 
     model = nn.Sequential(nn.Linear(4, 3), Broken()).double()
+    model[1].broken = False
+    network = network_of(model, Gaussian())
+    rows = batch(network, normal(6, 4))
+    before = [p.detach().clone() for p in model.parameters()]
+    model[1].broken = True
     with pytest.raises(RuntimeError, match="broken"):
-        gram_of_rows(model)
+        fisher_gram(network, rows, [(normal(3, 5),)])
     assert "forward" not in model[0].__dict__
-
-
-def gram_of_rows(model):
-    directions = [(normal(3, 5),)]
-    return fisher_gram(
-        model, find_layers(model), Gaussian(), batch(normal(6, 4), 3), 1.0, directions
-    )
+    assert not any(module._forward_hooks for module in model.modules())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))

@@ -1,23 +1,42 @@
-"""The README's examples are run as they are printed, one after the other."""
+"""The examples of the README and of docs/using.md are run as they are printed, one after the other."""
 
 import re
 from pathlib import Path
 
 import torch
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_the_examples_run(capsys, monkeypatch, tmp_path):
+def run(page: Path, expected: int, names: dict[str, object]) -> list[dict[str, object]]:
+    """The names after every example, of which there have to be so many."""
+    examples = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    assert len(examples) == expected
+    found = []
+    for count, code in enumerate(examples):
+        exec(compile(code, f"{page.name}, example {count}", "exec"), names)
+        found.append(dict(names))
+    return found
+
+
+def test_the_examples_of_the_readme_run(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    examples = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    assert len(examples) == 5
-    names: dict[str, object] = {}
-    for count, code in enumerate(examples):
-        exec(compile(code, f"README.md, example {count}", "exec"), names)
-        if count == 0:
-            assert float(names["loss"]) < 1e-2
-            assert "StepReport" in capsys.readouterr().out
-    assert names["k"] == 100
+    after = run(ROOT / "README.md", 5, {})
+    assert float(after[0]["loss"]) < 1e-2
+    assert float(after[1]["loss"].detach()) < float(after[0]["loss"])
+    assert "StepReport" in capsys.readouterr().out
+    assert after[2]["optimizer"].report.iteration == 2
     assert (tmp_path / "training.pt").is_file()
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150
+
+
+def test_the_examples_of_the_guide_run():
+    torch.manual_seed(0)
+    names: dict[str, object] = {}
+    run(ROOT / "docs" / "using.md", 4, names)
+    assert names["k"] == 100
+    assert names["optimizer"].report.loss < 1e-2

@@ -14,6 +14,7 @@ def test_kinds_of_events_are_strings():
         "refused",
         "rejected",
         "refresh_failed",
+        "block_failed",
         "candidate_failed",
         "loss_not_seen",
     ]

@@ -24,17 +24,28 @@ from kronfac.control import (
     StepState,
     TiedGamma,
 )
-from kronfac.errors import KronfacError
-from kronfac.inverses import (
+from kronfac.curvature import (
+    Block,
     BlockDiagonalInverse,
     BlockTridiagonalInverse,
+    DenseBlock,
+    DiagonalBlock,
+    DiagonalMoments,
+    EmpiricalFisher,
+    ExactFisher,
     ExactTikhonov,
     FactoredTikhonov,
+    KroneckerBlock,
+    Moments,
+    SampledFisher,
 )
-from kronfac.objective import Bernoulli, Categorical, Gaussian
+from kronfac.errors import KronfacError
+from kronfac.network import Adapter, LinearAdapter, Use, register
+from kronfac.objective import Bernoulli, Categorical, Gaussian, Likelihood, observe
 from kronfac.optimizer import KFAC
 from kronfac.report import Event, EventKind, StepReport
-from kronfac.statistics import EmpiricalFisher, ExactFisher, SampledFisher
+from kronfac.settings import First
+from kronfac.storage import Storable
 from kronfac.training import (
     AdaptiveBatchSampler,
     ExponentialBatchSize,
@@ -48,16 +59,21 @@ __version__ = "0.1.0"
 __all__ = [
     "KFAC",
     "Acceptance",
+    "Adapter",
     "AdaptiveBatchSampler",
     "AdaptiveDamping",
     "AdaptiveGamma",
     "Bernoulli",
+    "Block",
     "BlockDiagonalInverse",
     "BlockTridiagonalInverse",
     "Categorical",
     "ConjugateGradients",
     "DampingRule",
     "DampingState",
+    "DenseBlock",
+    "DiagonalBlock",
+    "DiagonalMoments",
     "EmpiricalFisher",
     "Event",
     "EventKind",
@@ -65,17 +81,22 @@ __all__ = [
     "ExactTikhonov",
     "ExponentialBatchSize",
     "FactoredTikhonov",
+    "First",
     "FixedDamping",
     "FixedGamma",
     "GammaRule",
     "GammaSearch",
     "GammaState",
     "Gaussian",
+    "KroneckerBlock",
     "KronfacError",
     "LambdaSearch",
     "LevenbergMarquardt",
+    "Likelihood",
+    "LinearAdapter",
     "LongMemory",
     "Measurement",
+    "Moments",
     "QuadraticModel",
     "RawStep",
     "SampledFisher",
@@ -84,8 +105,12 @@ __all__ = [
     "StepReport",
     "StepRule",
     "StepState",
+    "Storable",
     "TiedGamma",
+    "Use",
     "averaged",
+    "observe",
     "presets",
+    "register",
     "sparse_",
 ]

@@ -6,11 +6,11 @@ Pure; a refresh that starts in the background is begun by the optimizer when the
 import math
 from dataclasses import dataclass, replace
 
-from kronfac.factors import sampling_error
-from kronfac.inverses import DampedInverse
-from kronfac.layers import Matrices
-from kronfac.measure import mean_curvature
-from kronfac.point import Network, Point, check_finite, objective_change
+from kronfac.control import Measurement
+from kronfac.curvature import DampedInverse
+from kronfac.errors import NotPositiveDefiniteError
+from kronfac.evaluation import Point
+from kronfac.network import Matrices
 from kronfac.proposal import Proposal, Proposer
 from kronfac.refresh import Computed, Refresh
 from kronfac.report import Event, EventKind
@@ -27,6 +27,8 @@ class Chosen:
     """The γ's that it was the best of; empty if the inverse was not refreshed."""
     current: CurrentInverse
     refresh: Refresh | None
+    measurement: Measurement
+    """With a summary of the factors, if a refresh started in this step."""
 
 
 def best_proposal(
@@ -35,10 +37,10 @@ def best_proposal(
     """The proposal with the lowest M(δ), or h(θ + δ), among the candidates for γ [§6.6]."""
     point, watch, stale = proposer.point, proposer.watch, before.current
     assert before.gamma is not None
-    refresh = _refresh(settings, proposer, before)
-    if stale is not None and (refresh is None or refresh.adoption > proposer.measurement.iteration):
+    refresh, m = _refresh(settings, proposer, before)
+    if stale is not None and (refresh is None or refresh.adoption > m.iteration):
         proposal = proposer.propose(before.gamma.gamma, stale.inverse, stale.decayed)
-        return Chosen(proposal, (), stale, refresh)
+        return Chosen(proposal, (), stale, refresh, m)
     assert refresh is not None
     best: Proposal | None = None
     failure: Exception | None = None
@@ -47,12 +49,14 @@ def best_proposal(
     for gamma in refresh.candidates:
         with watch("inverse"):
             outcome = next(outcomes)
+        if not isinstance(outcome, Exception) and outcome.failures:
+            outcome = _complete(proposer, stale, gamma, outcome, events)
         if isinstance(outcome, Exception):
             failure = outcome
             events.append(Event(EventKind.CANDIDATE_FAILED, f"γ = {gamma:.4g}: {failure}"))
             continue
         with watch("inverse"):
-            decayed = _decayed(outcome, proposer.network, point)
+            decayed = _decayed(settings, outcome, point)
         proposal = proposer.propose(gamma, outcome, decayed)
         if len(refresh.candidates) > 1 and settings.gamma.criterion == "objective":
             proposal = _with_change(proposer, proposal)
@@ -61,17 +65,19 @@ def best_proposal(
         del outcome, decayed, proposal
     if best is not None:
         current = CurrentInverse(best.inverse, refresh.iteration, refresh.lambda_, best.decayed)
-        return Chosen(best, refresh.candidates, current, None)
+        return Chosen(best, refresh.candidates, current, None, m)
     assert failure is not None
-    check_finite(point, proposer.factors, proposer.network.layers)
+    point.check_finite(proposer.curvature)
     if stale is None:
         raise failure
     events.append(Event(EventKind.REFRESH_FAILED, f"The inverse stays as it was: {failure}"))
     proposal = proposer.propose(before.gamma.gamma, stale.inverse, stale.decayed)
-    return Chosen(proposal, (), stale, None)
+    return Chosen(proposal, (), stale, None, m)
 
 
-def _refresh(settings: Settings, proposer: Proposer, before: State) -> Refresh | None:
+def _refresh(
+    settings: Settings, proposer: Proposer, before: State
+) -> tuple[Refresh | None, Measurement]:
     """The refresh that is under way, or one that starts at this iteration, or none."""
     m, current, under_way = proposer.measurement, before.current, before.refresh
     assert before.gamma is not None
@@ -79,36 +85,56 @@ def _refresh(settings: Settings, proposer: Proposer, before: State) -> Refresh |
         m = replace(m, inverse_lambda=under_way.lambda_)
     drifted = m.inverse_lambda is not None and settings.gamma.due(before.gamma, m)
     if under_way is not None and not drifted:
-        return under_way
+        return under_way, m
     last = 0 if current is None else current.iteration
     if not (current is None or drifted or settings.refreshes(m.iteration, last)):
-        return None
+        return None, m
     m = replace(
         m,
         drifted=drifted,
-        sampling_error=sampling_error(proposer.factors),
-        mean_curvature=mean_curvature(proposer.factors),
+        sampling_error=proposer.curvature.sampling_error(),
+        mean_curvature=proposer.curvature.mean(),
     )
     candidates = settings.gamma.candidates(before.gamma, m)
     # γ has to follow at once if λ has moved far; and without an inverse there is no step.
     lag = 0 if drifted or current is None else settings.lag(m.iteration)
-    outcomes = Computed(settings.inverse, proposer.factors, candidates)
-    return Refresh(m.iteration, m.iteration + lag, m.lambda_, candidates, outcomes)
+    outcomes = Computed(settings.inverse, proposer.curvature, candidates)
+    return Refresh(m.iteration, m.iteration + lag, m.lambda_, candidates, outcomes), m
 
 
-def _decayed(inverse: DampedInverse, network: Network, point: Point) -> Matrices | None:
-    """η F̆⁻¹θ, kept apart for the low-rank route [§8]."""
-    if point.rows is None or point.weight_decay == 0:
+def _complete(
+    proposer: Proposer,
+    stale: CurrentInverse | None,
+    gamma: float,
+    damped: DampedInverse,
+    events: list[Event],
+) -> DampedInverse | NotPositiveDefiniteError:
+    """The inverse with the old one of every unit that has no new one: one block's failure is its own."""
+    units = proposer.point.evaluation.network.units
+    names = ", ".join(f"{units[n].name!r} ({message})" for n, message in damped.failures)
+    completed = damped.completed_by(None if stale is None else stale.inverse)
+    if completed is None:
+        return NotPositiveDefiniteError(f"There is no inverse of {names}.")
+    events.append(
+        Event(EventKind.BLOCK_FAILED, f"γ = {gamma:.4g}: the last good inverse is kept of {names}.")
+    )
+    return completed
+
+
+def _decayed(settings: Settings, inverse: DampedInverse, point: Point) -> Matrices | None:
+    """η F̆⁻¹θ, kept apart for the low-rank route, also if the gradient has come by another one [§8]."""
+    evaluation = point.evaluation
+    network, decay = evaluation.network, evaluation.weight_decay
+    shapes = [unit.shape for unit in network.units]
+    if not decay or not settings.inverse.wants_factors(shapes, evaluation.batch.examples, decay):
         return None
-    return tuple(U * point.weight_decay for U in inverse.mv(network.theta()))
+    return tuple(U * decay for U in inverse.mv(network.theta()))
 
 
 def _with_change(proposer: Proposer, proposal: Proposal) -> Proposal:
     """The proposal with h(θ + δ) − h(θ); NaN is never the lowest."""
     with proposer.watch("reduction_ratio"):
-        change = objective_change(
-            proposer.network, proposer.point, proposal.loss_seen, proposal.delta
-        )
+        change = proposer.point.evaluation.change(proposal.delta, proposal.loss_seen)
     return replace(proposal, change=math.inf if math.isnan(change) else change)
 
 

@@ -8,11 +8,9 @@ from dataclasses import replace
 
 from kronfac.control import ROUNDING
 from kronfac.control.lambda_search import LambdaSearch
+from kronfac.curvature import ApproximateInverse
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
-from kronfac.inverses import ApproximateInverse
-from kronfac.measure import mean_curvature
-from kronfac.minibatch import draws_masks
-from kronfac.point import RefusedError, check_finite, objective_change
+from kronfac.evaluation import RefusedError
 from kronfac.proposal import Proposer
 
 
@@ -24,31 +22,33 @@ def first_lambda(
     Raises:
         RefusedError: loss, gradient or statistics are not finite.
     """
-    network, point, factors = proposer.network, proposer.point, proposer.factors
-    check_finite(point, factors, network.layers)
-    m, curvature = proposer.measurement, mean_curvature(factors)
+    point, evaluation = proposer.point, proposer.point.evaluation
+    point.check_finite(proposer.curvature)
+    m, curvature = proposer.measurement, proposer.curvature.mean()
     start = curvature if math.isnan(m.lambda_) else m.lambda_
-    # Between two passes with other masks ρ says nothing.
-    if search is None or draws_masks(network.model):
+    if search is None:
         return start, 0
     try:
-        prepared = inverse.for_trials.prepare(factors)
+        prepared = inverse.for_trials.prepare(proposer.curvature)
     except (NonFiniteError, NotPositiveDefiniteError):
         return start, 0
-    rounding = ROUNDING * m.precision * abs(float(point.loss))
+    rounding = ROUNDING * m.precision * abs(float(evaluation.loss))
     trial = proposer.for_trials()
 
     def rho(lambda_: float) -> float:
         gamma = math.sqrt(lambda_ + m.weight_decay)
         trial_step = replace(trial, measurement=replace(m, lambda_=lambda_))
         try:
-            proposal = trial_step.propose(gamma, prepared.damped(gamma))
+            damped = prepared.damped(gamma)
+            if damped.failures:
+                return -math.inf
+            proposal = trial_step.propose(gamma, damped)
         except (RefusedError, NonFiniteError, NotPositiveDefiniteError):
             return -math.inf
         predicted = proposal.step.predicted_change
         if abs(predicted) <= rounding:
             return math.nan
-        change = objective_change(network, point, proposal.loss_seen, proposal.delta)
+        change = evaluation.change(proposal.delta, proposal.loss_seen)
         return change / predicted if predicted < 0 and math.isfinite(change) else -math.inf
 
     return search.least_trusted(rho, start, search.floor(curvature, m.weight_decay))

@@ -5,9 +5,8 @@
 
 import math
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +23,18 @@ from kronfac.control import (
     QuadraticModel,
     StepRule,
 )
+from kronfac.curvature import ApproximateInverse, Fisher
 from kronfac.distributed import refuse_distributed, refuse_several_processes
-from kronfac.errors import ClosureError, StateError
-from kronfac.evaluated import Evaluated, evaluate
-from kronfac.inverses import ApproximateInverse
-from kronfac.layers import find_layers
+from kronfac.errors import ClosureError
+from kronfac.evaluation import Evaluation, Point, RefusedError, evaluate
+from kronfac.gradient_check import GradientCheck
+from kronfac.network import Buffers, Network, Other, find_units, restore
 from kronfac.objective import objective_of
-from kronfac.parameters import forget_gradients, move, place
-from kronfac.point import Network, RefusedError
+from kronfac.parameter_group import ParameterGroup
 from kronfac.precision import Context, full_precision
 from kronfac.report import Event, EventKind, StepReport, Stopwatch
 from kronfac.settings import Settings, fisher_of, inverse_of
 from kronfac.state import State
-from kronfac.statistics import Fisher, Recorder
 from kronfac.step import Transition, compute_step
 from kronfac.validation import Validation, in_turn, suspects, validate
 
@@ -65,7 +63,7 @@ class KFAC(torch.optim.Optimizer):
         ...     loss = optimizer.step(optimizer.closure(x, y))
 
     Args:
-        model: called by the closure; its nn.Linear layers are trained.
+        model: called by the closure.
         loss: the module that the closure calls: `MSELoss`, `BCEWithLogitsLoss`, `CrossEntropyLoss`,
             `kronfac.Gaussian`, `kronfac.Bernoulli` or `kronfac.Categorical`.
         inverse: `"block_diagonal"`, `"block_tridiagonal"`, or an `ApproximateInverse`, class or
@@ -80,16 +78,19 @@ class KFAC(torch.optim.Optimizer):
             for a longer minimisation of M, as Hessian-free optimisation does.
         acceptance: when a step is validated out of turn and when it is rejected; None accepts every step.
         statistics_fraction: τ₁, the share of the mini-batch that the statistics are taken on; None for
-            1/8, or 250 rows where that is more.
+            1/8, or 250 examples if that is more. `First(1 / 8)` takes the first examples, as the authors'
+            program does, and makes `fisher_fraction` do so too.
         fisher_fraction: τ₂, the share that the exact-Fisher products are taken on; None for 1/4, or 250
-            rows where that is more.
+            examples if that is more.
         inverse_interval: T₃, iterations from one refresh of the inverse to the next; None for a quarter
             of the iterations so far, up to 20.
-        inverse_lag: iterations from the start of a refresh to its use; where it is not 0 the inverse is
+        inverse_lag: iterations from the start of a refresh to its use; if it is not 0 the inverse is
             computed in the background, beside the steps in between. Not in the first iterations.
+        other: what becomes of parameters of layers that KFAC does not know: `"diagonal"` gives them a
+            diagonal curvature block, `"refuse"` raises an error that names them.
 
     Reference: Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate
-    Curvature, 2015. Where this differs from it: `docs/deviations.md`.
+    Curvature, 2015. `docs/deviations.md` lists the differences.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class KFAC(torch.optim.Optimizer):
         fisher_fraction: float | None = None,
         inverse_interval: int | None = None,
         inverse_lag: int = 0,
+        other: Other = "diagonal",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -132,13 +134,17 @@ class KFAC(torch.optim.Optimizer):
             inverse_interval=inverse_interval,
             inverse_lag=inverse_lag,
         )
+        if other not in get_args(Other):
+            raise ValueError(f"KFAC's other is one of {get_args(Other)}; got {other!r}.")
         self.model = model
         self.objective = objective_of(loss)
-        self.layers = find_layers(self._own_model)
-        self._chain_known = not self.settings.inverse.needs_neighbours
-        parameters = [p for layer in self.layers for p in layer.parameters()]
+        self._other: Other = other
+        own = self._own_model
+        found = find_units(own, other)
+        self.network = Network(own, found.units, found.sites, self.objective, Buffers(own))
+        parameters = self.network.parameters
         super().__init__(parameters, {"weight_decay": weight_decay})
-        self._recorder = Recorder(model, self.objective)
+        self._check = GradientCheck()
         device = parameters[0].device
         self._state = saving.initial_state(self.settings, weight_decay, device)
         self.report: StepReport | None = None
@@ -157,117 +163,113 @@ class KFAC(torch.optim.Optimizer):
                 "KFAC.closure(x, y) makes one."
             )
         refuse_several_processes()  # a group may have been made since
-        with full_precision(self.layers[0].parameters()[0].device) as callers:
+        with full_precision(self.network.device) as callers:
             return self._step(closure, callers)
 
     def _step(self, closure: Callable[[], Any], callers: Context) -> Any:
         watch = Stopwatch()
+        buffers = self.network.buffers.snapshot()
         with watch("gradient"):
-            evaluated = self._evaluate(closure, callers)
+            evaluation = self._evaluate(closure, callers)
         # The loss of a step that is computed already tells, without another synchronisation, whether the
         # step before it has to be validated out of turn.
         validates = in_turn(self.settings, self._state)
-        outcome = None if validates else self._compute(evaluated, watch)
+        outcome = None if validates else self._compute(evaluation, watch)
         validation, outlier = None, False
-        if outcome is None or self._suspects(evaluated, outcome):
+        if outcome is None or self._suspects(evaluation, outcome):
             outcome = None
             with watch("reduction_ratio"):
-                validation, outlier = self._validate(evaluated)
+                validation, outlier = self._validate(evaluation)
             if validation is not None and validation.rejected is not None:
-                forget_gradients(self.layers)
+                self._forget_gradients()
+                restore(buffers)
                 with watch("gradient"):
-                    evaluated = self._evaluate(closure, callers)
-            outcome = self._compute(evaluated, watch, outlier)
-        report = self._commit(evaluated, outcome, watch)
+                    evaluation = self._evaluate(closure, callers)
+            outcome = self._compute(evaluation, watch, outlier)
+        report = self._commit(evaluation, outcome, watch)
         if validation is not None:
             events = () if validation.event is None else (validation.event,)
             report = replace(report, next_rho=validation.rho, events=events + report.events)
         self.report = report
-        return evaluated.returned
+        return evaluation.returned
 
     def closure(
         self, x: Tensor | tuple[Tensor, ...], y: Tensor, *, chunk: int | None = None
     ) -> MiniBatchClosure:
-        """The closure for one mini-batch, gone through in micro-batches of `chunk` rows.
+        """The closure for one mini-batch, gone through in micro-batches of `chunk` examples.
 
         Beyond rounding the step does not depend on `chunk`; memory does.
         """
-        return MiniBatchClosure(
-            self.model,
-            self.objective,
-            self.layers,
-            x,
-            y,
-            chunk,
-            self.settings.inverse,
-            float(self.param_groups[0]["weight_decay"]),
-        )
+        return MiniBatchClosure(self.model, self.objective, x, y, chunk)
 
-    def _evaluate(self, closure: Callable[[], Any], callers: Context) -> Evaluated:
-        return evaluate(
+    def _evaluate(self, closure: Callable[[], Any], callers: Context) -> Evaluation:
+        evaluation = evaluate(
             closure,
-            self._recorder,
-            Network(self._own_model, self.layers, self.objective),
+            self.model,
+            self.network,
             weight_decay=float(self.param_groups[0]["weight_decay"]),
             inverse=self.settings.inverse,
-            ordered=self._chain_known,
             callers=callers,
         )
+        with self.network.buffers.preserved():
+            return self._check(evaluation, self._state.iteration + 1)
 
-    def _suspects(self, evaluated: Evaluated, outcome: Transition | RefusedError) -> bool:
+    def _forget_gradients(self) -> None:
+        """Drop all gradients, so that a closure does not add to them."""
+        for p in self.network.parameters:
+            p.grad = None
+
+    def _suspects(self, evaluation: Evaluation, outcome: Transition | RefusedError) -> bool:
         """Whether the loss on this mini-batch calls for a validation of the last step out of turn."""
         if isinstance(outcome, RefusedError):
-            loss, penalty = float(evaluated.evaluation.returned), None
+            loss, penalty = float(evaluation.returned_loss), None
         else:
             pending = outcome.state.acceptance.pending
             assert pending is not None
             loss, penalty = pending.loss, pending.penalty
-        network, evaluation = evaluated.network, evaluated.evaluation
-        return suspects(network, self.settings, evaluation, self._state, loss, penalty)
+        return suspects(self.settings, evaluation, self._state, loss, penalty)
 
-    def _validate(self, evaluated: Evaluated) -> tuple[Validation | None, bool]:
+    def _validate(self, evaluation: Evaluation) -> tuple[Validation | None, bool]:
         """Validate the last step on this mini-batch, and commit what that says; roll back a rejected step.
 
         Also whether the mini-batch itself is an outlier, so that a step from it has to be validated too.
         """
-        network, evaluation = evaluated.network, evaluated.evaluation
-        loss = float(evaluation.returned)
-        outlier = suspects(network, self.settings, evaluation, self._state, loss)
-        validation = validate(network, self.settings, evaluation, self._state)
+        loss = float(evaluation.returned_loss)
+        outlier = suspects(self.settings, evaluation, self._state, loss)
+        with evaluation.network.buffers.preserved():
+            validation = validate(self.settings, evaluation, self._state)
         if validation is None:
             return None, outlier
         if (rejected := validation.rejected) is not None:
             outlier = False  # it was the step
             if rejected.kept is not None:
-                place(network.layers, rejected.kept.theta)
+                evaluation.network.place(rejected.kept.theta)
             else:
-                move(network.layers, tuple(V.neg() for V in rejected.delta))
+                evaluation.network.move(rejected.delta, -1.0)
         self._state = validation.state
         return validation, outlier
 
     def _compute(
-        self, evaluated: Evaluated, watch: Stopwatch, outlier: bool = False
+        self, evaluation: Evaluation, watch: Stopwatch, outlier: bool = False
     ) -> Transition | RefusedError:
         """The step from this mini-batch, or why there is none."""
         with watch("gradient"):
-            point = evaluated.point()
+            point = Point.of(evaluation)
         try:
-            return compute_step(
-                evaluated.network, self.settings, point, self._state, watch, outlier=outlier
-            )
+            with evaluation.network.buffers.preserved():
+                return compute_step(self.settings, point, self._state, watch, outlier=outlier)
         except RefusedError as refusal:
             return refusal
 
     def _commit(
-        self, evaluated: Evaluated, outcome: Transition | RefusedError, watch: Stopwatch
+        self, evaluation: Evaluation, outcome: Transition | RefusedError, watch: Stopwatch
     ) -> StepReport:
         """Take the step: all or nothing."""
         if isinstance(outcome, RefusedError):
-            return self._refusal(evaluated, watch, outcome)
-        network = evaluated.network
+            return self._refusal(evaluation, watch, outcome)
         with watch("commit"):
-            self.layers, self._chain_known = list(network.layers), True
-            move(network.layers, outcome.delta)
+            self.network = evaluation.network
+            self.network.move(outcome.delta)
             self._become(outcome.state)
             # Not before: nobody would want that of a step that is not taken.
             if outcome.state.refresh is not None:
@@ -280,14 +282,16 @@ class KFAC(torch.optim.Optimizer):
         if under_way is not None and under_way is not state.refresh:
             under_way.outcomes.give_up()
 
-    def _refusal(self, evaluated: Evaluated, watch: Stopwatch, refusal: RefusedError) -> StepReport:
+    def _refusal(
+        self, evaluation: Evaluation, watch: Stopwatch, refusal: RefusedError
+    ) -> StepReport:
         gamma = self._state.gamma
         return StepReport(
             iteration=self._state.iteration + 1,
-            loss=float(evaluated.evaluation.returned),
+            loss=float(evaluation.returned_loss),
             lambda_=self._state.damping.lambda_,
             gamma=math.nan if gamma is None else gamma.gamma,
-            examples=evaluated.evaluation.batch.cases,
+            examples=evaluation.batch.examples,
             seconds=watch.seconds,
             events=(Event(EventKind.REFUSED, str(refusal)),),
         )
@@ -303,36 +307,39 @@ class KFAC(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, for `torch.save`."""
-        return {
-            "kfac": saving.save(self._state, self.layers, self.settings),
-            "weight_decay": self.param_groups[0]["weight_decay"],
-        }
+        weight_decay = self.param_groups[0]["weight_decay"]
+        return saving.save(self._state, self.network.units, self.settings, weight_decay)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved state, bit for bit; a state that does not fit changes nothing."""
-        for entry in ("kfac", "weight_decay"):
-            if not isinstance(state_dict, dict) or entry not in state_dict:
-                raise StateError(
-                    f"This is not the state_dict of a KFAC: it has no entry {entry!r}."
-                )
-        weight_decay = float(state_dict["weight_decay"])
-        state, layers = saving.load(state_dict["kfac"], self.layers, self.settings, weight_decay)
-        self._become(state)
-        self.layers = layers
-        self._chain_known = self._chain_known or state.iteration > 0
-        self.param_groups[0]["weight_decay"] = state_dict["weight_decay"]
+        """Continue from a saved state, bit for bit; a state that does not fit changes nothing.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "KFAC":
-        """With its model and loss, or theirs that are being copied too; it goes on as this one would."""
-        model, loss = deepcopy((self.model, self.objective.module), memo)
+        Raises:
+            StateError: it is of another model, kind of inverse or version, or damaged.
+        """
+        loaded = saving.load(state_dict, self.network.units, self.settings)
+        network = self.network.continued(loaded.order, loaded.state.curvature)
+        self._become(loaded.state)
+        self.network = network
+        self.param_groups[0]["weight_decay"] = loaded.weight_decay
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy, shallow, deep or pickled, is made from: it goes on as this one would."""
         settings = {field.name: getattr(self.settings, field.name) for field in fields(Settings)}
-        copy = type(self)(model, loss, **settings, **self.defaults)
-        copy.load_state_dict(self.state_dict())
-        others = {name: value for name, value in self.param_groups[0].items() if name != "params"}
-        copy.param_groups[0].update(deepcopy(others, memo))
-        copy.report = deepcopy(self.report, memo)  # which a sampler knows as the one it looked at
-        memo[id(self)] = copy
-        return copy
+        (group,) = self.param_groups
+        return {
+            "model": self.model,
+            "loss": self.objective.module,
+            "settings": {**settings, "other": self._other, **self.defaults},
+            "state_dict": self.state_dict(),
+            "group": {name: value for name, value in group.items() if name != "params"},
+            "report": self.report,  # which a sampler knows as the one it looked at
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        KFAC.__init__(self, state["model"], state["loss"], **state["settings"])
+        self.load_state_dict(state["state_dict"])
+        self.param_groups[0].update(state["group"])
+        self.report = state["report"]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """KFAC has one group, all trained layers of its model; a second one is refused."""
@@ -341,4 +348,4 @@ class KFAC(torch.optim.Optimizer):
                 "KFAC trains the layers of the model that it was given; make a new one after "
                 "changing the model."
             )
-        super().add_param_group(param_group)
+        super().add_param_group(ParameterGroup(param_group))

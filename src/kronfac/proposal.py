@@ -6,12 +6,10 @@ Pure functions, but for their own new tensors.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from kronfac.closure import Rows
 from kronfac.control import (
     Coefficients,
     Matrix,
@@ -23,12 +21,11 @@ from kronfac.control import (
     quadratic_form,
     refine,
 )
-from kronfac.factors import KroneckerFactors
+from kronfac.curvature import Curvature, DampedInverse
+from kronfac.evaluation import Point, RefusedError
 from kronfac.fisher_products import fisher_gram, fisher_product
-from kronfac.inverses import DampedInverse
-from kronfac.layers import Matrices
-from kronfac.minibatch import Batch
-from kronfac.point import Network, Point, RefusedError, check_finite
+from kronfac.linalg import OuterProduct, low_rank_pays
+from kronfac.network import Batch, Matrices, Network
 from kronfac.report import Stopwatch
 
 
@@ -59,21 +56,14 @@ class Proposal:
     """h(θ + δ) − h(θ), if it was computed."""
 
 
-class _LowRankInverse(Protocol):
-    def mv_low_rank(
-        self, vectors: Matrices, outer: Sequence[Rows], decayed: Matrices | None
-    ) -> Matrices: ...
-
-
 @dataclass(frozen=True)
 class Proposer:
     """Makes a step out of a damped inverse: all that the candidates for γ share."""
 
-    network: Network
     point: Point
     examples: Batch
     """S₂, which the exact Fisher is taken on."""
-    factors: KroneckerFactors
+    curvature: Curvature
     """Checked for being finite."""
     rule: StepRule
     state: StepState
@@ -93,18 +83,11 @@ class Proposer:
         with self.watch("direction"):
             directions = self._directions(inverse, decayed)
         with self.watch("fisher_products"):
-            gram = fisher_gram(
-                self.network.model,
-                self.network.layers,
-                self.network.objective.likelihood,
-                self.examples,
-                m.objective_scale,
-                directions,
-            )
+            gram = fisher_gram(self.network, self.examples, directions, self._factor)
         with self.watch("step_size"):
-            found = _found(self.network, point, self.factors, directions, gram, rule.bounded)
+            found = _found(point, self.curvature, directions, gram, rule.bounded)
             if found is None:
-                check_finite(point, self.factors, self.network.layers)
+                point.check_finite(self.curvature)
                 raise RefusedError("The curvature of the step is not finite.")
             Q = _sum(found.fisher, found.inner, m.lambda_ + m.weight_decay)
             step = rule.solve(Q, found.slopes, self.state, m)
@@ -127,7 +110,7 @@ class Proposer:
             least = m.resolution if m.confirmed is not None else 0.0
             step, cut = clip_to_objective(step, found.loss + penalty, least)
             if cut < 1:
-                # The momentum buffer too: where there is nothing to gain it is forgotten.
+                # The momentum buffer too: once there is nothing to gain it is forgotten.
                 for V in delta if momentum is delta else (*delta, *momentum):
                     V.mul_(cut)
         return Proposal(
@@ -139,42 +122,69 @@ class Proposer:
             momentum=momentum,
             loss=found.returned,
             penalty=penalty,
-            loss_seen=point.batch.seen_loss is not None
-            and point.seen(found.loss, found.seen_loss, point.gradient[0].dtype),
+            loss_seen=point.evaluation.batch.seen_loss is not None
+            and point.evaluation.agrees(found.loss, found.seen_loss),
             curvature_share=curvature / damped if damped > 0 else 1.0,
             far=not rule.bounded and quadratic_form(found.inner, step.coefficients) > found.squares,
         )
 
     def for_trials(self) -> "Proposer":
         """The same for steps that are not taken: they leave no time on the clock, nor a stale ηF̆⁻¹θ."""
-        return replace(self, point=replace(self.point, rows=None), watch=Stopwatch())
+        evaluation = replace(self.point.evaluation, factors=None)
+        return replace(self, point=replace(self.point, evaluation=evaluation), watch=Stopwatch())
+
+    @property
+    def network(self) -> Network:
+        """What is trained."""
+        return self.point.evaluation.network
+
+    @property
+    def _factor(self) -> float:
+        """What the terms of S₂ count: examples of the whole mini-batch over those of S₂."""
+        return self.point.evaluation.batch.examples / self.examples.examples
 
     def _directions(self, inverse: DampedInverse, decayed: Matrices | None) -> list[Matrices]:
         """Δ, and δ₀ with momentum."""
-        gradient, rows = self.point.gradient, self.point.rows
-        if rows is None:
-            product = inverse.mv(gradient)
-        else:
-            product = cast(_LowRankInverse, inverse).mv_low_rank(gradient, rows, decayed)
-        # In place, but for an inverse that gave back the gradient itself.
-        directions = [
-            tuple(U.neg() if U is V else U.neg_() for U, V in zip(product, gradient, strict=True))
-        ]
+        gradient = self._gradient(decayed)
+        product = inverse.mv(gradient)
+        if decayed is not None:
+            product = tuple(
+                U + decay if low_rank else U
+                for U, decay, low_rank in zip(product, decayed, self._low_rank(), strict=True)
+            )
+        directions = [tuple(U.neg_() for U in product)]
         if self.rule.momentum and self.state.momentum is not None:
             directions.append(self.state.momentum)
         return directions
 
+    def _gradient(self, decayed: Matrices | None) -> Sequence[Tensor | OuterProduct]:
+        """∇h as the inverse is to multiply it: by its factors, if they are there and that is cheaper.
+
+        With `decayed`, which is the weight decay's part of the product, without that part, in the units for
+        which factors are cheaper.
+        """
+        evaluation = self.point.evaluation
+        gradient, factors, decay = self.point.gradient, evaluation.factors, evaluation.weight_decay
+        if decay and decayed is None:
+            return gradient
+        product: list[Tensor | OuterProduct] = list(gradient)
+        for n, low_rank in enumerate(self._low_rank()):
+            if low_rank and factors is not None:
+                product[n] = factors[n]
+            elif low_rank and decay:
+                unit = self.network.units[n]
+                product[n] = gradient[n] - decay * unit.join(unit.parameters)
+        return product
+
+    def _low_rank(self) -> list[bool]:
+        """The units for which the gradient's factors are cheaper to multiply, if they are there."""
+        examples = self.point.evaluation.batch.examples
+        return [low_rank_pays(unit.shape, examples) for unit in self.network.units]
+
     def _product(self, v: Matrices) -> Matrices:
         """(F + (λ + η)I) v on S₂."""
         m = self.measurement
-        Fv = fisher_product(
-            self.network.model,
-            self.network.layers,
-            self.network.objective.likelihood,
-            self.examples,
-            m.objective_scale,
-            v,
-        )
+        Fv = fisher_product(self.network, self.examples, v, self._factor)
         damping = m.lambda_ + m.weight_decay
         return tuple(torch.add(a, b, alpha=damping) for a, b in zip(Fv, v, strict=True))
 
@@ -197,22 +207,22 @@ class _Found:
 
 
 def _found(
-    network: Network,
     point: Point,
-    factors: KroneckerFactors,
+    curvature: Curvature,
     directions: Sequence[Matrices],
     gram: Tensor,
     bounded: bool,
 ) -> _Found | None:
     """Numbers from the step's one synchronisation; None if some are not finite, the factors included."""
-    count, seen = len(directions), point.batch.seen_loss
+    evaluation = point.evaluation
+    count, seen = len(directions), evaluation.batch.seen_loss
     products = _inner_products(directions, point.gradient)
-    squares = [] if bounded and point.weight_decay == 0 else _squares(network)
-    # If all are finite, so are the factors' diagonals.
-    traces = [M.trace() for M in (*factors.A, *factors.G)]
-    losses = [point.returned, point.loss, point.loss if seen is None else seen]
+    squares = [] if bounded and evaluation.weight_decay == 0 else _squares(evaluation.network)
+    probes = [number for block in curvature.blocks for number in block.probe()]
+    loss = evaluation.loss
+    losses = [evaluation.returned_loss, loss, loss if seen is None else seen]
     # What is to be added up is added up by the host: on a device every sum is a launch.
-    scalars = torch.stack([*products, *squares, *traces, *losses]).double()
+    scalars = torch.stack([*products, *squares, *probes, *losses]).double()
     numbers = torch.cat([gram.reshape(-1), scalars]).tolist()
     if not all(map(math.isfinite, numbers)):
         return None
@@ -265,5 +275,5 @@ def _combine(directions: Sequence[Matrices], step: Step) -> tuple[Matrices, Matr
 
 def _squares(network: Network) -> list[Tensor]:
     """Terms of ‖θ‖²."""
-    flat = [p.reshape(-1) for layer in network.layers for p in layer.parameters()]
+    flat = [p.reshape(-1) for p in network.parameters]
     return [torch.dot(p, p) for p in flat]

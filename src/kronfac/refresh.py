@@ -6,24 +6,22 @@ does not depend on how fast the machine is. A step that comes to it earlier wait
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
+from kronfac.curvature import ApproximateInverse, Curvature, DampedInverse
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
-from kronfac.factors import KroneckerFactors
-from kronfac.inverses import ApproximateInverse, DampedInverse
-from kronfac.inverses.base import pack
-from kronfac.linalg import in_background
+from kronfac.linalg import Failure, in_background
+from kronfac.ranges import Count, NotNegative, Positive
+from kronfac.storage import tensors_in
 
 T = TypeVar("T")
-Failure = NonFiniteError | NotPositiveDefiniteError
 Outcome = DampedInverse | Failure
 _FAILURES = (NonFiniteError, NotPositiveDefiniteError)
 
@@ -46,16 +44,16 @@ class Outcomes(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Refresh:
-    """To be computed, under way or done."""
+    """One refresh of the inverse: to be computed, under way or done."""
 
     iteration: int
-    """Of the factors."""
+    """Iteration of the factors that it is computed from."""
     adoption: int
     """The iteration that makes the first step with it."""
     lambda_: float
-    """When it started."""
+    """λ when it started."""
     candidates: tuple[float, ...]
-    """γ."""
+    """The γ's to be tried."""
     outcomes: Outcomes
 
 
@@ -63,10 +61,10 @@ class Computed:
     """Outcomes that are computed when they are asked for, unless that was begun before."""
 
     def __init__(
-        self, inverse: ApproximateInverse, factors: KroneckerFactors, candidates: tuple[float, ...]
+        self, inverse: ApproximateInverse, curvature: Curvature, candidates: tuple[float, ...]
     ) -> None:
-        self._inverse, self._factors, self._candidates = inverse, factors, candidates
-        self._device = factors.A[0].device
+        self._inverse, self._curvature, self._candidates = inverse, curvature, candidates
+        self._device = tensors_in(curvature)[0].device
         self._future: Future[list[Outcome]] | None = None
         self._process = os.getpid()
 
@@ -85,7 +83,7 @@ class Computed:
         if done is None:
             return self._computed()  # as it is: a loop here would hold one while the next is made
         if self._device.type == "cuda":
-            for tensor in _tensors(done):  # or its memory could be given away while in use
+            for tensor in tensors_in(done):  # or its memory could be given away while in use
                 tensor.record_stream(torch.cuda.current_stream(self._device))
         return iter(done)
 
@@ -101,7 +99,7 @@ class Computed:
 
     def _computed(self) -> Iterator[Outcome]:
         """One at a time, so that memory need not hold them all."""
-        prepared = _tried(lambda: self._inverse.prepare(self._factors))
+        prepared = _tried(lambda: self._inverse.prepare(self._curvature))
         for gamma in self._candidates:
             if isinstance(prepared, Failure):
                 yield prepared
@@ -111,7 +109,7 @@ class Computed:
     def _work(self, stream: torch.cuda.Stream | None) -> Callable[[], list[Outcome]]:
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self._device))
-            for tensor in _tensors(self._factors):
+            for tensor in tensors_in(self._curvature):
                 tensor.record_stream(stream)
 
         def work() -> list[Outcome]:
@@ -149,52 +147,51 @@ def _tried(compute: Callable[[], T]) -> T | Failure:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """One a device: memory is kept for every stream there ever was."""
+    """One stream per device: torch keeps memory for every stream there ever was."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
 
 
 # --------------------------------------------------------------------------------------------- saving
 
 
-def packed(refresh: Refresh) -> dict[str, Any]:
-    """Plain, for saving; waits for it."""
-    return {
-        "iteration": refresh.iteration,
-        "adoption": refresh.adoption,
-        "lambda_": refresh.lambda_,
-        "candidates": list(refresh.candidates),
-        "inverses": [
-            str(outcome) if isinstance(outcome, Exception) else pack(outcome)
-            for outcome in refresh.outcomes
-        ],
-    }
+@dataclass(frozen=True)
+class SavedRefresh:
+    """A refresh with its outcomes, which can be saved."""
 
+    iteration: Count
+    adoption: Count
+    lambda_: NotNegative
+    candidates: tuple[Positive, ...]
+    inverses: tuple[DampedInverse | str, ...]
+    """Or why there is none."""
 
-def unpacked(saved: dict[str, Any], inverse: ApproximateInverse) -> Refresh:
-    """What `packed` made plain.
+    def __post_init__(self) -> None:
+        if self.adoption < self.iteration:
+            raise ValueError(
+                f"it must be adopted at its iteration {self.iteration} or later; got {self.adoption}."
+            )
+        if not len(self.candidates) == len(self.inverses) > 0:
+            raise ValueError(
+                f"it must have an outcome for each candidate; got {len(self.inverses)} outcomes for "
+                f"{len(self.candidates)} candidates."
+            )
 
-    Raises:
-        KeyError, TypeError: something is missing.
-    """
-    outcomes: list[Outcome] = [
-        NotPositiveDefiniteError(item) if isinstance(item, str) else inverse.load(item)
-        for item in saved["inverses"]
-    ]
-    return Refresh(
-        iteration=int(saved["iteration"]),
-        adoption=int(saved["adoption"]),
-        lambda_=float(saved["lambda_"]),
-        candidates=tuple(saved["candidates"]),
-        outcomes=_Loaded(outcomes),
-    )
+    @classmethod
+    def of(cls, refresh: Refresh) -> "SavedRefresh":
+        """Waits for the outcomes."""
+        outcomes = tuple(str(o) if isinstance(o, Exception) else o for o in refresh.outcomes)
+        numbers = refresh.iteration, refresh.adoption, refresh.lambda_, refresh.candidates
+        return cls(*numbers, outcomes)
+
+    @property
+    def finished(self) -> list[DampedInverse]:
+        """The inverses that there are."""
+        return [inverse for inverse in self.inverses if not isinstance(inverse, str)]
+
+    def restored(self) -> Refresh:
+        """The refresh, done."""
+        outcomes: list[Outcome] = [
+            NotPositiveDefiniteError(o) if isinstance(o, str) else o for o in self.inverses
+        ]
+        numbers = self.iteration, self.adoption, self.lambda_, self.candidates
+        return Refresh(*numbers, _Loaded(outcomes))

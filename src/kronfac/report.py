@@ -24,6 +24,8 @@ class EventKind(str, Enum):
     """The step before made the objective worse and was rolled back."""
     REFRESH_FAILED = "refresh_failed"
     """No damped inverse could be computed: the last one stays in use."""
+    BLOCK_FAILED = "block_failed"
+    """The inverse of some units could not be computed: their last good ones stay in use."""
     CANDIDATE_FAILED = "candidate_failed"
     """One γ that was tried could not be inverted with."""
     LOSS_NOT_SEEN = "loss_not_seen"

@@ -12,8 +12,15 @@ from kronfac.control import (
     Rule,
     StepRule,
 )
-from kronfac.inverses import ApproximateInverse, BlockDiagonalInverse, BlockTridiagonalInverse
-from kronfac.statistics import EmpiricalFisher, ExactFisher, Fisher, SampledFisher
+from kronfac.curvature import (
+    ApproximateInverse,
+    BlockDiagonalInverse,
+    BlockTridiagonalInverse,
+    EmpiricalFisher,
+    ExactFisher,
+    Fisher,
+    SampledFisher,
+)
 
 T = TypeVar("T")
 
@@ -24,10 +31,19 @@ AGE, LONGEST_INTERVAL = 1 / 4, 20
 the training is out of date."""
 LONGEST_LAG = LONGEST_INTERVAL // 2
 """A refresh that is adopted later than this would be half as old as the inverse that it replaces."""
+STATISTICS_FRACTION, FISHER_FRACTION = 1 / 8, 1 / 4
+"""τ₁ and τ₂, the paper's [MG15 §8], as shares of the mini-batch."""
 LEAST_ROWS = 250
 """Examples in S₁ and S₂ at the least, if their fractions are not given. By the paper's fractions of a small
 mini-batch the factors and the curvature of the step would be those of a few examples; with these they cost
 no more than the gradient."""
+
+
+class First(float):
+    """A fraction of the mini-batch that is its first examples, not random ones."""
+
+    def __repr__(self) -> str:
+        return f"First({float(self)!r})"
 
 
 @dataclass(frozen=True)
@@ -87,13 +103,19 @@ class Settings:
             return 0  # it would be out of date by then
         return self.inverse_lag
 
+    @property
+    def first_examples(self) -> bool:
+        """Whether S₁ and S₂ are the first examples of the mini-batch."""
+        fractions = self.statistics_fraction, self.fisher_fraction
+        return any(fraction is None or isinstance(fraction, First) for fraction in fractions)
+
     def statistics_share(self, examples: int) -> float:
         """τ₁ for a mini-batch of this size."""
-        return _share(self.statistics_fraction, 1 / 8, examples)
+        return _share(self.statistics_fraction, STATISTICS_FRACTION, examples)
 
     def fisher_share(self, examples: int) -> float:
         """τ₂ for a mini-batch of this size."""
-        return _share(self.fisher_fraction, 1 / 4, examples)
+        return _share(self.fisher_fraction, FISHER_FRACTION, examples)
 
 
 def _share(chosen: float | None, usual: float, examples: int) -> float:

@@ -1,14 +1,15 @@
 """Everything that K-FAC carries from one step to the next, and how it is saved.
 
 `torch.optim.Optimizer.load_state_dict` casts what it finds to the parameters' dtype, the bytes of a
-generator included; so this state has its own way into and out of plain dictionaries. What a rule remembers
-goes by the fields of its dataclass: a new rule needs no change here.
+generator included; so this state has its own way into and out of plain dictionaries (`storage.py`). It is
+read and checked as a whole before anything changes. What a rule remembers goes by the fields of its
+dataclass: a new rule needs no change here.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,17 +21,18 @@ from kronfac.control import (
     Measurement,
     StepState,
 )
+from kronfac.curvature import Curvature, DampedInverse, DiagonalMoments
 from kronfac.errors import StateError
-from kronfac.factors import KroneckerFactors
-from kronfac.inverses import DampedInverse
-from kronfac.inverses.base import pack
-from kronfac.layers import Layer, Matrices
-from kronfac.packing import Unpacker
-from kronfac.refresh import Refresh, packed, unpacked
+from kronfac.network import Matrices, Unit
+from kronfac.ranges import Count, NotNegative
+from kronfac.refresh import Refresh, SavedRefresh
 from kronfac.settings import Settings
-from kronfac.state_v6 import from_version_6
+from kronfac.state_versions import upgrade
+from kronfac.storage import Layout, Unpacker, pack
 
-VERSION = 7
+S = TypeVar("S")
+
+VERSION = 8
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,9 @@ class CurrentInverse:
     """The inverse that is in use."""
 
     inverse: DampedInverse
-    iteration: int
+    iteration: Count
     """Iteration of the factors that it was computed from."""
-    lambda_: float
+    lambda_: NotNegative
     """λ then."""
     decayed: Matrices | None = None
     """η F̆⁻¹θ of the step that adopted it, for the low-rank route [MG15 §8]."""
@@ -59,7 +61,7 @@ class State:
     """None until λ is known."""
     step: StepState
     acceptance: AcceptanceState
-    factors: KroneckerFactors | None = None
+    curvature: Curvature | None = None
     current: CurrentInverse | None = None
     refresh: Refresh | None = None
     """Under way in the background."""
@@ -93,93 +95,171 @@ def initial_gamma(
 # --------------------------------------------------------------------------------------------- saving
 
 
-def save(state: State, layers: Sequence[Layer], settings: Settings) -> dict[str, Any]:
+@dataclass(frozen=True)
+class SavedState:
+    """What `state_dict()["kfac"]` holds."""
+
+    version: int
+    units: tuple[str, ...]
+    inverse_settings: str
+    iteration: Count
+    generator: Tensor
+    damping: DampingState
+    gamma: GammaState | None
+    step: StepState
+    acceptance: AcceptanceState
+    curvature: Curvature | None
+    current: CurrentInverse | None
+    refresh: SavedRefresh | None
+
+    def check(self, units: Sequence[Layout]) -> None:
+        """Raise a StateError if the parts don't fit these units, or each other."""
+        inverses = [] if self.current is None else [self.current.inverse]
+        inverses += [] if self.refresh is None else self.refresh.finished
+        for part in (self.curvature, *inverses):
+            if part is not None:
+                part.check(*units)
+        k = self.iteration
+        refresh, current = self.refresh, self.current
+        rules = {
+            "λ, γ, curvature and an inverse are known after the first step": k == 0
+            or not (
+                math.isnan(self.damping.lambda_) or None in (self.gamma, self.curvature, current)
+            ),
+            "γ is known if λ is": self.gamma is not None or math.isnan(self.damping.lambda_),
+            "the inverse in use is complete": current is None or not current.inverse.failures,
+            "nothing is of a later iteration": k
+            >= max(
+                self.acceptance.validated,
+                self.step.memory.start,
+                0 if current is None else current.iteration,
+                0 if refresh is None else refresh.iteration,
+            ),
+        }
+        if broken := [rule for rule, holds in rules.items() if not holds]:
+            raise StateError(
+                f"The state, of iteration {k}, contradicts itself: {'; '.join(broken)}. "
+                "Load an earlier one."
+            )
+
+
+def save(
+    state: State, units: Sequence[Unit], settings: Settings, weight_decay: float
+) -> dict[str, Any]:
     """A dictionary that `torch.load(weights_only=True)` reads back."""
-    return {
-        "version": VERSION,
-        "layers": [layer.name for layer in layers],
-        "inverse_settings": repr(settings.inverse),
-        **{f.name: pack(getattr(state, f.name)) for f in fields(state) if f.name != "refresh"},
-        "refresh": state.refresh and packed(state.refresh),
-    }
+    saved = SavedState(
+        version=VERSION,
+        units=tuple(unit.name for unit in units),
+        inverse_settings=repr(settings.inverse),
+        **{f.name: getattr(state, f.name) for f in fields(state) if f.name != "refresh"},
+        refresh=None if state.refresh is None else SavedRefresh.of(state.refresh),
+    )
+    return {"kfac": pack(saved), "weight_decay": float(weight_decay)}
 
 
-def load(
-    saved: dict[str, Any], layers: Sequence[Layer], settings: Settings, weight_decay: float
-) -> tuple[State, list[Layer]]:
-    """The state, and the layers in the order that it was saved with.
+@dataclass(frozen=True)
+class Loaded:
+    """A state that fits."""
+
+    state: State
+    order: Sequence[int]
+    """The numbers of the units, in the order that they were saved in."""
+    weight_decay: float
+
+
+def load(state_dict: Any, units: Sequence[Unit], settings: Settings) -> Loaded:
+    """Read and check what `save` made; nothing is changed.
 
     Raises:
         StateError: it is of another version, model or kind of inverse, or damaged.
     """
-    version = saved.get("version") if isinstance(saved, dict) else None
-    if version == 6:
-        saved = from_version_6(saved)
-    elif version != VERSION:
+    for entry in ("kfac", "weight_decay"):
+        if not isinstance(state_dict, dict) or entry not in state_dict:
+            raise StateError(f"This is not the state_dict of a KFAC: it has no entry {entry!r}.")
+    if unknown := [entry for entry in state_dict if entry not in ("kfac", "weight_decay")]:
+        raise StateError(f"The state has entries that are not known here: {unknown}.")
+    packed = state_dict["kfac"]
+    version = packed.get("version") if isinstance(packed, dict) else None
+    if version != VERSION:
+        packed = upgrade(packed, version, settings.inverse, VERSION)
+    device = units[0].parameters[0].device
+    plain = Unpacker(device)
+    weight_decay = plain.unpack(NotNegative, state_dict["weight_decay"], "weight_decay")
+    order = _order(plain.unpack(tuple[str, ...], packed.get("units"), "units"), units)
+    if (saved_with := packed.get("inverse_settings")) != repr(settings.inverse):
         raise StateError(
-            f"This kronfac reads states of the versions 6 and {VERSION}; got {version!r}."
+            f"The state was saved with {saved_with}; this KFAC has {settings.inverse!r}. Make one with "
+            "the same inverse."
         )
-    expected = {"layers", "inverse_settings", *(f.name for f in fields(State))}
-    if missing := expected - saved.keys():
-        raise StateError(f"The state is incomplete: it has no {sorted(missing)}.")
-    by_name = {layer.name: layer for layer in layers}
-    if sorted(by_name) != sorted(saved["layers"]):
+    ordered = [units[n] for n in order]
+    layouts = [Layout(unit.name, *unit.shape, unit.dtype) for unit in ordered]
+    fresh = initial_state(settings, weight_decay, device)
+    # γ's memory for its class alone: λ may not be known yet.
+    gamma = settings.gamma.init(Measurement(lambda_=1.0, weight_decay=weight_decay))
+    rules = (fresh.damping, gamma, fresh.step, fresh.acceptance)
+    saved = Unpacker(device, layouts, map(type, rules)).unpack(SavedState, packed)
+    saved.check(layouts)
+    _check_blocks(saved.curvature, ordered, settings)
+    return Loaded(_continued(saved, fresh, settings, weight_decay), order, weight_decay)
+
+
+def _order(names: Sequence[str], units: Sequence[Unit]) -> list[int]:
+    numbers = {unit.name: n for n, unit in enumerate(units)}
+    if sorted(numbers) != sorted(names):
         raise StateError(
-            f"The state is of a model with layers {saved['layers']}; this one has {sorted(by_name)}."
+            f"The state is of a model with {list(names)}; this one has {sorted(numbers)}. Load it into "
+            "the model that it was saved with."
         )
-    ordered = [by_name[name] for name in saved["layers"]]
-    inverse = settings.inverse
-    if saved["inverse_settings"] != repr(inverse):
+    return [numbers[name] for name in names]
+
+
+def _check_blocks(curvature: Curvature | None, units: Sequence[Unit], settings: Settings) -> None:
+    """The kinds of moments, which may be diagonal for a unit whose uses were not all seen, and links."""
+    if curvature is None:
+        return
+    for unit, moments in zip(units, curvature.blocks, strict=True):
+        if not isinstance(moments, (unit.block.moments, DiagonalMoments)):
+            raise StateError(
+                f"The state's statistics of {unit.name!r} are {type(moments).__name__}; this KFAC has "
+                f"a {type(unit.block).__name__} for it. Use the block that it was saved with."
+            )
+    if settings.inverse.couples and len(curvature.links) != len(units) - 1:
         raise StateError(
-            f"The state was saved with {saved['inverse_settings']}; this KFAC has {inverse!r}."
+            f"The state's curvature must have a link, or None, between any two of {len(units)} units; "
+            f"got {len(curvature.links)}. Load an earlier state."
         )
-    unpacker = Unpacker(ordered[0].parameters()[0].device)
-    factors = saved["factors"] and unpacker.unpack(KroneckerFactors, saved["factors"], "factors")
-    if factors is not None:
-        _check_shapes(factors, ordered)
-    try:
-        current = saved["current"] and CurrentInverse(
-            inverse=inverse.load(unpacker.place(saved["current"]["inverse"])),
-            iteration=int(saved["current"]["iteration"]),
-            lambda_=float(saved["current"]["lambda_"]),
-            decayed=unpacker.place(saved["current"]["decayed"]),
-        )
-        refresh = saved["refresh"] and unpacked(unpacker.place(saved["refresh"]), inverse)
-    except (KeyError, TypeError) as error:
-        raise StateError(
-            f"The state of the inverse or its refresh is incomplete: {error}."
-        ) from error
-    fresh = initial_state(settings, weight_decay, torch.device("cpu"))
-    damping = unpacker.update(fresh.damping, saved["damping"], "damping")
+
+
+def _continued(saved: SavedState, fresh: State, settings: Settings, weight_decay: float) -> State:
+    """The state with what today's rules have in common with those that it was saved with."""
+    damping = _adopted(fresh.damping, saved.damping)
     if math.isnan(damping.lambda_):  # saved before its first step, which was to find λ
         damping = fresh.damping
     gamma = initial_gamma(settings, damping, weight_decay)
-    if gamma is not None and saved["gamma"] is not None:
-        gamma = unpacker.update(gamma, saved["gamma"], "gamma")
-    state = State(
-        iteration=int(saved["iteration"]),
-        generator=saved["generator"].clone().cpu(),
+    if gamma is not None and saved.gamma is not None:
+        gamma = _adopted(gamma, saved.gamma)
+    generator = saved.generator.cpu()
+    try:
+        torch.Generator(device=saved.generator.device).set_state(generator)
+    except (RuntimeError, TypeError) as error:
+        raise StateError(
+            f"The state's generator is none of a generator on {saved.generator.device}: {error}"
+        ) from error
+    return State(
+        iteration=saved.iteration,
+        generator=generator,
         damping=damping,
         gamma=gamma,
-        step=unpacker.update(fresh.step, saved["step"], "step"),
-        acceptance=unpacker.update(fresh.acceptance, saved["acceptance"], "acceptance"),
-        factors=factors,
-        current=current,
+        step=_adopted(fresh.step, saved.step),
+        acceptance=_adopted(fresh.acceptance, saved.acceptance),
+        curvature=saved.curvature,
+        current=saved.current,
         # Without a lag every refresh is made at once.
-        refresh=refresh if settings.inverse_lag else None,
+        refresh=saved.refresh.restored() if saved.refresh and settings.inverse_lag else None,
     )
-    return state, ordered
 
 
-def _check_shapes(factors: KroneckerFactors, layers: Sequence[Layer]) -> None:
-    for layer, A, G in zip(layers, factors.A, factors.G, strict=True):
-        dtype = layer.parameters()[0].dtype
-        if {A.dtype, G.dtype} != {dtype}:
-            raise StateError(
-                f"The state's factors of layer {layer.name!r} are {A.dtype}; the layer is {dtype}."
-            )
-        if (len(G), len(A)) != layer.shape:
-            raise StateError(
-                f"The state's factors of layer {layer.name!r} are for a matrix of shape "
-                f"{(len(G), len(A))}; the layer has {layer.shape}."
-            )
+def _adopted(fresh: S, saved: Any) -> S:
+    """What a rule remembers, from what another rule of its kind did: the fields of their common class."""
+    common = next(kind for kind in type(fresh).__mro__ if isinstance(saved, kind))
+    return replace(fresh, **{f.name: getattr(saved, f.name) for f in fields(common)})  # type: ignore[type-var]

@@ -6,23 +6,27 @@ The last step has been validated before (`validation.py`). Pure: what a step fin
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kronfac.candidates import best_proposal
 from kronfac.control import Kept, Measurement, Pending, StepState
-from kronfac.factors import KroneckerFactors, ema_decay
+from kronfac.curvature import Curvature, ema_decay
+from kronfac.curvature.estimate import Sample, estimate
+from kronfac.evaluation import Evaluation, Point
 from kronfac.first_damping import first_lambda
-from kronfac.layers import Matrices
+from kronfac.linearization import linearize
 from kronfac.measure import measure
-from kronfac.minibatch import Batch, draws_masks
-from kronfac.point import Network, Point, objective_change
+from kronfac.network import Batch, Matrices, Network, sizes, subsets
 from kronfac.proposal import Proposal, Proposer
 from kronfac.report import Event, EventKind, StepReport, Stopwatch
 from kronfac.settings import Settings
 from kronfac.state import State, initial_gamma
-from kronfac.statistics import estimate
+
+SUBSET_SEEDS = 1_000_003
+"""Iterations until the seeds of the subsets repeat those of another seed."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,6 @@ class Transition:
 
 
 def compute_step(
-    network: Network,
     settings: Settings,
     point: Point,
     before: State,
@@ -51,13 +54,14 @@ def compute_step(
         RefusedError: loss, gradient, statistics or step are not finite.
     """
     events: list[Event] = []
-    m = measure(network, point, before)
+    evaluation = point.evaluation
+    m = measure(evaluation, before)
     with watch("reduction_ratio"):
-        step_state = _compare_average(network, settings, point, before.step, m)
+        step_state = _compare_average(settings, evaluation, before.step, m)
     with watch("statistics"):
-        S1, S2 = _curvature_examples(settings, point.batch)
-        factors, generator = _update_factors(network, settings, point, S1, before, m)
-    proposer = Proposer(network, point, S2, factors, settings.step_size, step_state, m, watch)
+        S1, S2 = _curvature_examples(settings, evaluation, m)
+        curvature, generator = _update_curvature(settings, evaluation, S1, before, m)
+    proposer = Proposer(point, S2, curvature, settings.step_size, step_state, m, watch)
     trials = 0
     if m.iteration == 1 and (settings.damping.search is not None or math.isnan(m.lambda_)):
         with watch("first_lambda"):
@@ -66,7 +70,7 @@ def compute_step(
         before = replace(
             before, damping=damping, gamma=initial_gamma(settings, damping, m.weight_decay)
         )
-        m = measure(network, point, before)
+        m = measure(evaluation, before)
         proposer = replace(proposer, measurement=m)
     chosen = best_proposal(settings, proposer, before, events)
     best = chosen.proposal
@@ -80,7 +84,7 @@ def compute_step(
         )
     predicted = best.step.predicted_change
     after = replace(
-        m,
+        chosen.measurement,
         loss=best.loss,
         gamma=best.gamma,
         candidates=chosen.candidates,
@@ -92,7 +96,7 @@ def compute_step(
         with watch("reduction_ratio"):
             change = best.change
             if change is None:
-                change = objective_change(network, point, best.loss_seen, best.delta)
+                change = evaluation.change(best.delta, best.loss_seen)
         rho = change / predicted
         # Without re-scaling M may predict a rise, for which ρ ≈ 1 says nothing good.
         after = replace(after, rho=math.nan if predicted > 0 else rho)
@@ -107,12 +111,14 @@ def compute_step(
             generator=generator,
             damping=damping,
             gamma=settings.gamma.update(before.gamma, after),
-            step=_update_average(network, settings, replace(step_state, momentum=best.momentum), m),
+            step=_update_average(
+                settings, evaluation.network, replace(step_state, momentum=best.momentum), m
+            ),
             acceptance=replace(
                 before.acceptance,
-                pending=_pending(network, settings, before, best, m, outlier),
+                pending=_pending(evaluation.network, settings, before, best, m, outlier),
             ),
-            factors=factors,
+            curvature=curvature,
             current=chosen.current,
             refresh=chosen.refresh,
         ),
@@ -138,65 +144,68 @@ def compute_step(
 # -------------------------------------------------------------------------------------------- measure
 
 
-def _curvature_examples(settings: Settings, batch: Batch) -> tuple[Batch, Batch]:
-    """S₁ and S₂: the first examples both, whose way through the network is the same [§8]."""
-    S1 = batch.first(settings.statistics_share(batch.cases))
-    S2 = batch.first(settings.fisher_share(batch.cases))
+def _curvature_examples(
+    settings: Settings, evaluation: Evaluation, m: Measurement
+) -> tuple[Batch, Batch]:
+    """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8]."""
+    batch = evaluation.batch
+    fractions = settings.statistics_share(m.examples), settings.fisher_share(m.examples)
+    if batch.random:
+        # Statistics and J v have to see the same masks, which depend on the examples of a pass.
+        fractions = fractions[1], fractions[1]
+    generator = None
+    if not settings.first_examples:
+        # A generator of its own, so that the targets' stream stays as it is; no state to be saved.
+        generator = torch.Generator().manual_seed(SUBSET_SEEDS * settings.fisher.seed + m.iteration)
+    S1, S2 = subsets(evaluation.network, batch, sizes(batch, *fractions), generator)
     return S1, S2
 
 
-def _update_factors(
-    network: Network, settings: Settings, point: Point, S1: Batch, before: State, m: Measurement
-) -> tuple[KroneckerFactors, Tensor]:
+def _update_curvature(
+    settings: Settings, evaluation: Evaluation, S1: Batch, before: State, m: Measurement
+) -> tuple[Curvature, Tensor]:
     """The moving averages with S₁ in them, and the generator's state after its draws [§5]."""
-    generator = torch.Generator(device=point.gradient[0].device)
+    network = evaluation.network
+    generator = torch.Generator(device=network.device)
     generator.set_state(before.generator)
     fisher, memory = settings.fisher, settings.step_size.long_memory
     remembered = 1.0 if memory is None else memory.statistics(m)
-    factors = estimate(
-        network.model,
-        network.layers,
-        network.objective,
-        S1,
-        m.objective_scale,
+    curvature = estimate(
+        Sample(S1.passes, partial(linearize, network), m.examples / S1.examples),
+        [unit.block for unit in network.units],
         fisher,
         generator,
-        settings.inverse.needs_neighbours,
-        before.factors,
-        ema_decay(m.iteration, fisher.ema_decay, remembered),
+        links=network.links,
+        old=before.curvature,
+        decay=ema_decay(m.iteration, fisher.ema_decay, remembered),
     )
-    return factors, generator.get_state()
+    return curvature, generator.get_state()
 
 
 def _compare_average(
-    network: Network, settings: Settings, point: Point, state: StepState, m: Measurement
+    settings: Settings, evaluation: Evaluation, state: StepState, m: Measurement
 ) -> StepState:
     """The step rule's memory after θ̄ was compared with θ on this mini-batch, if it is time to."""
     memory = settings.step_size.long_memory
     if memory is None:
         return state
     remembered = memory.begin(state.memory, m)
-    # With other masks every loss is another.
-    if (
-        remembered.average is not None
-        and memory.compares(remembered, m)
-        and not draws_masks(network.model)
-    ):
-        m = replace(m, loss=float(point.loss))
-        pairs = zip(remembered.average, network.theta(), strict=True)
+    if remembered.average is not None and memory.compares(remembered, m):
+        m = replace(m, loss=float(evaluation.loss))
+        pairs = zip(remembered.average, evaluation.network.theta(), strict=True)
         lag = tuple(a - b for a, b in pairs)
         if math.isfinite(m.loss or 0.0):
-            change = objective_change(network, point, point.loss_seen(lag[0].dtype), lag)
+            change = evaluation.change(lag, evaluation.loss_seen())
             remembered = memory.compare(remembered, m, change)
     return replace(state, memory=remembered)
 
 
 def _update_average(
-    network: Network, settings: Settings, state: StepState, m: Measurement
+    settings: Settings, network: Network, state: StepState, m: Measurement
 ) -> StepState:
     """The step rule's memory with the θ that the step starts from in θ̄."""
     memory = settings.step_size.long_memory
-    if memory is None or draws_masks(network.model):
+    if memory is None:
         return state
     theta = network.theta() if memory.averages(m) else None
     return replace(state, memory=memory.average(state.memory, m, theta))

@@ -6,8 +6,8 @@ Pure; the optimizer commits the result, and rolls θ back if the step is rejecte
 from dataclasses import dataclass, replace
 
 from kronfac.control import Losses, Pending, Verdict
+from kronfac.evaluation import Evaluation
 from kronfac.measure import measure
-from kronfac.point import Evaluation, Network, decay_change, moved_loss
 from kronfac.report import Event, EventKind
 from kronfac.settings import Settings
 from kronfac.state import State
@@ -27,7 +27,7 @@ class Validation:
 
 
 def in_turn(settings: Settings, state: State) -> bool:
-    """Whether the next mini-batch validates the last step in any case."""
+    """Whether the next mini-batch validates the last step whatever its loss is."""
     pending = state.acceptance.pending
     if pending is None:
         return False
@@ -35,7 +35,6 @@ def in_turn(settings: Settings, state: State) -> bool:
 
 
 def suspects(
-    network: Network,
     settings: Settings,
     evaluation: Evaluation,
     state: State,
@@ -43,25 +42,23 @@ def suspects(
     penalty: float | None = None,
 ) -> bool:
     """Whether the loss of this mini-batch calls for a validation out of turn, see `Acceptance`."""
-    m = replace(measure(network, evaluation, state), loss=loss)
+    m = replace(measure(evaluation, state), loss=loss)
     return settings.acceptance.suspects(state.acceptance, m, penalty)
 
 
-def validate(
-    network: Network, settings: Settings, evaluation: Evaluation, state: State
-) -> Validation | None:
+def validate(settings: Settings, evaluation: Evaluation, state: State) -> Validation | None:
     """The last step by h(θ) and h(θ − δ) on this mini-batch; None if that can't tell."""
     pending = state.acceptance.pending
     if pending is None or pending.predicted_change == 0:
         return None
     back = tuple(V.neg() for V in pending.delta)
-    loss_seen = evaluation.loss_seen(back[0].dtype)
+    loss_seen = evaluation.loss_seen()
     losses = Losses(
         after=float(evaluation.loss),
-        before=float(moved_loss(network, evaluation, loss_seen, back)),
-        penalty_change=-decay_change(network, evaluation.weight_decay, back),
+        before=float(evaluation.loss_at(back, loss_seen)),
+        penalty_change=-evaluation.decay_change(back),
     )
-    m = measure(network, evaluation, state)
+    m = measure(evaluation, state)
     verdict = settings.acceptance.validate(state.acceptance, m, losses)
     return None if verdict is None else _validation(settings, state, pending, verdict)
 

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -89,15 +90,16 @@ def test_where_lambda_has_drifted_gamma_may_follow():
     move=st.floats(-4, 4),
     elapsed=st.integers(1, 20),
     drifted=st.booleans(),
+    curvature=st.floats(1e-12, 1e12),
 )
 def test_candidates_are_positive_different_and_above_the_floor(
-    gamma, lambda_, eta, move, elapsed, drifted
+    gamma, lambda_, eta, move, elapsed, drifted, curvature
 ):
-    m = {"inverse_age": elapsed, "drifted": drifted}
+    m = {"inverse_age": elapsed, "drifted": drifted, "mean_curvature": curvature}
     tried = candidates(RULE, 7, gamma, lambda_, eta, move or 1.0, **m)
     assert tried[0] == gamma
     assert len(set(tried)) == len(tried)
-    assert all(other >= max(math.sqrt(eta), 1e-4) for other in tried[1:])
+    assert all(other >= max(math.sqrt(eta), 1e-3 * math.sqrt(curvature)) for other in tried[1:])
 
 
 @pytest.mark.parametrize("drifted", [False, True])
@@ -139,6 +141,30 @@ def test_from_the_floor_there_is_only_up():
     assert (gamma, other) == (0.1, pytest.approx(0.1 * (20 / 19) ** 10))
     assert moved(2.0, (gamma, other), other) == -3.0
     assert moved(2.0, (gamma, other), gamma) == 1.0
+
+
+@pytest.mark.parametrize(("confirmed", "share"), [(1.0, 1e-3), (0.0, 1e-2)])
+@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e8])
+def test_the_floor_has_the_units_of_the_curvature_and_does_not_vanish_with_it(
+    confirmed, share, scale
+):
+    state = RULE.init(Measurement(lambda_=1e-12 * scale))
+    m = Measurement(lambda_=1e-12 * scale, mean_curvature=4 * scale)
+    (first,) = RULE.candidates(state, m)
+    assert first == pytest.approx(1e-3 * math.sqrt(4 * scale))
+    state = RULE.update(state, replace(m, gamma=first, candidates=(first,)))
+    for later, expected in ((1e-6, 4.0), (4.0, 4.0), (100.0, 100.0)):
+        m = Measurement(
+            iteration=30,
+            lambda_=1e-12 * scale,
+            mean_curvature=later * scale,
+            sampling_error=1e-12 * later * scale,
+            confirmed=confirmed,
+            inverse_age=20,
+        )
+        *_, other = RULE.candidates(replace(state, gamma=1e-6 * math.sqrt(scale)), m)
+        assert other == pytest.approx(share * math.sqrt(expected * scale))
+        state = RULE.update(state, replace(m, gamma=first, candidates=(first,)))
 
 
 def test_the_floor_can_be_chosen():

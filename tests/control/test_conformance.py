@@ -22,7 +22,7 @@ from kronfac import (
     RawStep,
     TiedGamma,
 )
-from kronfac.testing import check_damping_rule, check_gamma_rule, check_step_rule
+from kronfac.testing import check_damping_rule, check_gamma_rule, check_step_rule, check_units
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,31 @@ def test_rules_for_the_step(rule):
     check_step_rule(rule)
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        AdaptiveGamma(),
+        AdaptiveGamma(strength=None),
+        FixedGamma(),
+        TiedGamma(),
+        AdaptiveDamping(),
+        LevenbergMarquardt(),
+    ],
+    ids=str,
+)
+def test_rules_that_do_not_depend_on_units(rule):
+    check_units(rule)
+
+
+@pytest.mark.parametrize(
+    "rule", [FixedGamma(0.3), GammaSearch(), AdaptiveGamma(minimum=0.1)], ids=str
+)
+def test_rules_that_do(rule):
+    """`presets.paper()` keeps the paper's absolute bounds."""
+    with pytest.raises(AssertionError, match="γ = "):
+        check_units(rule)
+
+
 @dataclass(frozen=True)
 class Negative(GammaRule[GammaState]):
     def init(self, m):
@@ -105,6 +130,19 @@ class Unsaved(GammaRule[SetState]):
         return (1.0,)
 
 
+class Number(float):
+    """What the saved state would need a class for."""
+
+
+@dataclass(frozen=True)
+class Subclass(GammaRule[GammaState]):
+    def init(self, m):
+        return GammaState(Number(1.0))
+
+    def candidates(self, state, m):
+        return (1.0,)
+
+
 @dataclass(frozen=True)
 class Unbounded(DampingRule[DampingState]):
     def init(self, m):
@@ -120,6 +158,7 @@ class Unbounded(DampingRule[DampingState]):
         (check_gamma_rule, Negative(), "γ = "),
         (check_gamma_rule, Impure(), "then"),
         (check_gamma_rule, Unsaved(), "no number and no tensor"),
+        (check_gamma_rule, Subclass(), "no number and no tensor"),
         (check_damping_rule, Unbounded(), "λ = "),
     ],
 )

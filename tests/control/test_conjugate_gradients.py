@@ -9,14 +9,13 @@ from torch.testing import assert_close
 
 from kronfac import KFAC, ConjugateGradients, FixedDamping, FixedGamma, Gaussian
 from kronfac.fisher_products import fisher_product
-from kronfac.layers import find_layers
 from tests.conformance import assert_relative
-from tests.conftest import LIKELIHOODS, batch, mlp, normal, passes_either_way
+from tests.conftest import LIKELIHOODS, batch, mlp, network_of, normal, passes_either_way
 from tests.reference import dense
 
 LAMBDA, ETA = 0.3, 0.1
 
-passes = passes_either_way("kronfac.fisher_products")
+passes = passes_either_way()
 
 
 def pcg(B, b, precondition, steps):
@@ -41,13 +40,9 @@ def pcg(B, b, precondition, steps):
 def test_product_is_that_of_the_dense_fisher(likelihood, chunk):
     model, x = mlp([4, 5, 3, 2]), normal(12, 4)
     v = normal(len(dense.theta(model)), seed=1)
+    network = network_of(model, LIKELIHOODS[likelihood]())
     Fv = fisher_product(
-        model,
-        find_layers(model),
-        LIKELIHOODS[likelihood](),
-        batch(x, 2, chunk=chunk),
-        1.0,
-        dense.unflatten(v, dense.shapes(model)),
+        network, batch(network, x, chunk=chunk), dense.unflatten(v, dense.shapes(model))
     )
     assert_relative(dense.flatten(Fv), dense.exact_fisher(model, x, likelihood) @ v)
 

@@ -74,7 +74,7 @@ def test_improvement_is_that_of_the_step_taken(run, rule, step_size):
             inverse_interval=1,
         )
         state = copy.deepcopy(optimizer.state_dict())
-        state["kfac"]["gamma"] = {"gamma": gamma}
+        state["kfac"]["gamma"] = {"class": "GammaState", "gamma": gamma}
         if not step_size.momentum:
             state["kfac"]["step"]["momentum"] = None
         taken.load_state_dict(state)

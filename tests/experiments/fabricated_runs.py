@@ -40,7 +40,7 @@ def metrics(iterations: int = 60, kfac: bool = True, scale: float = 1.0) -> list
 
 
 def config(**settings: Any) -> dict[str, Any]:
-    """Of a K-FAC run on MNIST, but for `settings`."""
+    """The configuration of a K-FAC run on MNIST, but for `settings`."""
     usual = {
         "problem": "mnist",
         "optimizer": "kfac",

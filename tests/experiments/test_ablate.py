@@ -48,6 +48,8 @@ def test_every_row_runs_and_is_in_the_table(ablate, tmp_path, capsys):
     assert float(lines["K-FAC's momentum on the gradient"]["iterations"]) == 40
     text = (folder / "ablate.md").read_text()
     assert all(row.name in text for row in ROWS)
+    assert "Made by `kronfac ablate --data" in text
+    assert (folder / "ablate.html").read_text().count("<table") == 1
     assert (folder / "ablate.png").stat().st_size > 20_000
     out = capsys.readouterr().out
     assert all(
@@ -153,7 +155,7 @@ def test_there_is_no_ratio_to_nothing():
 
 
 def settings_of(name, variant=""):
-    """Of the optimizer that a row makes."""
+    """Settings of the optimizer that a row makes."""
     row = next(row for row in ROWS if row.name.startswith(name))
     config = TrainConfig("curves", kfac=KfacOptions(lambda0=2.0), weight_decay=0.1, seed=7)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3))

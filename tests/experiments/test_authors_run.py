@@ -1,10 +1,7 @@
 """The first 30 iterations of the MNIST autoencoder beside the authors' logged run.
 
-The long comparison is `benchmarks/authors_run.py`; its output is in docs/results/authors_run.md.
+The long comparison is `kronfac bench authors-run`; its output is in docs/results/authors_run.md.
 """
-
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,20 +9,13 @@ import torch
 import kronfac
 from kronfac_experiments import problems
 
-BESIDE_THE_CLONE = Path(__file__).resolve().parents[3] / "shared" / "data"
 # The objective on the mini-batch before the step, and the mini-batch's size, in the authors' log.
 OBJECTIVE = {1: 870.30, 5: 376.16, 10: 261.07, 20: 223.80, 30: 209.81}
 BATCH = {1: 1000, 2: 1008, 3: 1016, 4: 1024, 10: 1076, 20: 1168, 30: 1268}
 
 
 @pytest.fixture
-def train(monkeypatch):
-    folder = Path(os.environ.get("KRONFAC_DATA", BESIDE_THE_CLONE))
-    if not (folder / "mnist").is_dir():
-        pytest.skip(
-            "needs MNIST: set KRONFAC_DATA to a folder with mnist/train-images-idx3-ubyte.gz"
-        )
-    monkeypatch.setenv("KRONFAC_DATA", str(folder))
+def train(real_data):
     return problems.load("mnist")[0]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kronfac_experiments.bench import refresh, step
-from kronfac_experiments.bench.options import command_line
+from kronfac_experiments.options import command_line
 from tests.experiments.runs import kronfac
 
 STEP = ("bench", "step", "--problem", "curves", "--threads", 1)
@@ -68,17 +68,17 @@ def test_what_was_measured_is_not_measured_again(folder, capsys):
 
 
 def test_ctrl_c_keeps_what_was_measured(folder, monkeypatch, capsys):
-    real = refresh.chain_factors
+    real = refresh.chain_curvature
 
     def interrupted(width, layers, seed):
         if width == 16:
             raise KeyboardInterrupt
         return real(width, layers, seed)
 
-    monkeypatch.setattr(refresh, "chain_factors", interrupted)
+    monkeypatch.setattr(refresh, "chain_curvature", interrupted)
     assert kronfac(*REFRESH) == 130
     assert "Continue with the same command" in capsys.readouterr().err
-    monkeypatch.setattr(refresh, "chain_factors", real)
+    monkeypatch.setattr(refresh, "chain_curvature", real)
     assert kronfac(*REFRESH) == 0
     assert "1 of 2" not in (out := capsys.readouterr().out)
     assert "2 of 2: d = 16" in out
@@ -93,7 +93,7 @@ def test_measurements_with_other_settings_are_not_mixed(folder, capsys):
 
 def test_the_command_says_what_is_not_default():
     config = step.StepConfig(seed=3, batches=(10, 20), output=None)
-    assert command_line("step", config) == "kronfac bench step --seed 3 --batches 10 20"
+    assert command_line("bench step", config) == "kronfac bench step --seed 3 --batches 10 20"
 
 
 MISTAKES = {
@@ -137,17 +137,17 @@ def test_a_refresh_is_measured_in_products(folder, capsys):
 
 def test_the_factors_of_the_chain_are_those_of_a_network():
     """Positive definite with their neighbours: every method can invert them."""
-    factors = refresh.chain_factors(6, layers=3, seed=0)
-    assert len(factors.A) == len(factors.G) == 3
-    assert len(factors.A_next) == len(factors.G_next) == 2
+    curvature = refresh.chain_curvature(6, layers=3, seed=0)
+    first, second, _ = curvature.blocks
+    link, _ = curvature.links
     pair = torch.cat(
         [
-            torch.cat([factors.A[0], factors.A_next[0]], dim=1),
-            torch.cat([factors.A_next[0].mT, factors.A[1]], dim=1),
+            torch.cat([first.A, link.A_next], dim=1),
+            torch.cat([link.A_next.mT, second.A], dim=1),
         ]
     )
     assert torch.linalg.eigvalsh(pair).min() >= -1e-6
     for method in refresh.METHODS.values():
         V = [torch.randn(6, 6) for _ in range(3)]
-        product = method.prepare(factors).damped(0.1).mv(V)
+        product = method.prepare(curvature).damped(0.1).mv(V)
         assert sum(float((u * v).sum()) for u, v in zip(product, V, strict=True)) > 0

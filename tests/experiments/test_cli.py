@@ -10,7 +10,6 @@ from kronfac import __version__
 from kronfac_experiments.cli import COMMANDS, Command, Group
 from kronfac_experiments.data.mnist import TRAIN_IMAGES
 from tests.experiments.runs import kronfac, train, write_cases
-from tests.experiments.test_data import real_data  # noqa: F401 - a fixture
 
 
 @pytest.fixture
@@ -224,7 +223,7 @@ def test_curves_needs_no_file(no_data, capsys):
     assert "generated" in capsys.readouterr().out
 
 
-def test_data_that_is_there_is_verified(real_data, capsys):  # noqa: F811
+def test_data_that_is_there_is_verified(real_data, capsys):
     assert kronfac("data", "verify") == 0
     out = capsys.readouterr().out
     assert "All 5 files have the right SHA-256" in out

@@ -1,10 +1,8 @@
 import functools
 import hashlib
 import http.server
-import os
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,19 +14,9 @@ from kronfac_experiments.data import fetch as fetch_module
 from kronfac_experiments.data.curves import curves
 from kronfac_experiments.data.faces import cut_patches, faces, olivetti_images, upright_faces
 from kronfac_experiments.data.fetch import DataError, DataFile, fetch, find
-from kronfac_experiments.data.mnist import TEST_LABELS, TRAIN_IMAGES, mnist, mnist_16x16
+from kronfac_experiments.data.mnist import TEST_LABELS, mnist, mnist_16x16
 
 UNREACHABLE = "http://127.0.0.1:9/"  # the discard port: refuses at once
-BESIDE_THE_CLONE = Path(__file__).resolve().parents[3] / "shared" / "data"
-
-
-@pytest.fixture
-def real_data(monkeypatch):
-    folder = Path(os.environ.get("KRONFAC_DATA", BESIDE_THE_CLONE))
-    if not (folder / TRAIN_IMAGES.path).is_file():
-        pytest.skip(f"needs real data: set KRONFAC_DATA to a folder with {TRAIN_IMAGES.path}")
-    monkeypatch.setenv("KRONFAC_DATA", str(folder))
-    return folder
 
 
 @pytest.fixture

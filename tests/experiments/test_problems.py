@@ -1,12 +1,9 @@
-import os
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
-from kronfac_experiments.data.mnist import TRAIN_IMAGES, mnist
+from kronfac_experiments.data.mnist import mnist
 from kronfac_experiments.problems import (
     CURVES,
     FACES,
@@ -20,16 +17,7 @@ from kronfac_experiments.problems import (
 )
 from kronfac_experiments.task import regression_task
 
-BESIDE_THE_CLONE = Path(__file__).resolve().parents[3] / "shared" / "data"
 SMALL = Problem("small", (12, 8, 3, 8, 12), "bernoulli", 1e-5, train_cases=1, test_cases=1)
-
-
-@pytest.fixture
-def real_data(monkeypatch):
-    folder = Path(os.environ.get("KRONFAC_DATA", BESIDE_THE_CLONE))
-    if not (folder / TRAIN_IMAGES.path).is_file():
-        pytest.skip(f"needs real data: set KRONFAC_DATA to a folder with {TRAIN_IMAGES.path}")
-    monkeypatch.setenv("KRONFAC_DATA", str(folder))
 
 
 @pytest.mark.parametrize(

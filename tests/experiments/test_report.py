@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from kronfac import KronfacError
+from kronfac_experiments.pages.page import PageError
 from kronfac_experiments.report import ReportConfig, ReportError, write_report
 from kronfac_experiments.report.pictures import grey_range, png, spread, strip
 from kronfac_experiments.report.runs import read_runs
@@ -382,7 +383,7 @@ def test_output_is_replaced_and_its_folder_made(tmp_path):
     for _ in range(2):
         assert write_report(ReportConfig(runs=(run,), output=output)) == output
     assert [path.name for path in output.parent.iterdir()] == ["page.html"]
-    with pytest.raises(ReportError, match=r"cannot be written to .*--output") as error:
+    with pytest.raises(PageError, match=r"cannot be written to .*--output") as error:
         write_report(ReportConfig(runs=(run,), output=output.parent))
     assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

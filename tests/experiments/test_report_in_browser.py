@@ -52,7 +52,7 @@ class Page:
         return button.get_attribute("aria-pressed")
 
     def layout(self, plot, path):
-        """Of what is drawn, not of what was asked for."""
+        """The layout of what is drawn, not of what was asked for."""
         return self.run(f'document.getElementById("{plot}")._fullLayout.{path}')
 
     def curves(self, plot):

@@ -24,7 +24,6 @@ from kronfac_experiments.optimizers import KfacStepper
 from kronfac_experiments.task import load_task
 from tests.conftest import mlp, normal
 from tests.experiments.runs import checkpoint, kronfac, rows, train, write_cases
-from tests.experiments.test_data import real_data  # noqa: F401 - a fixture
 
 ALWAYS = {
     "iteration", "cases", "seconds", "batch", "loss", "lambda", "gamma", "rho", "alpha", "mu",
@@ -293,7 +292,7 @@ def test_curves_is_the_default_that_needs_no_download(tmp_path, monkeypatch, cap
     assert metrics[-1]["train_error"] < metrics[0]["train_error"]
 
 
-def test_the_classifier_counts_mistakes(real_data, tmp_path):  # noqa: F811
+def test_the_classifier_counts_mistakes(real_data, tmp_path):
     words = ("--iterations", 3, "--threads", 1, "--batch", 500, "--evaluation-cases", 2000)
     run = tmp_path / "run"
     assert kronfac("train", "mnist16", *words, "--run-dir", run, "--no-tensorboard") == 0

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from kronfac.linalg import EigenKroneckerSum, KroneckerProduct, eigh
+from kronfac.linalg import EigenKroneckerSum, KroneckerProduct, OuterProduct, eigh, low_rank_pays
 from tests.conformance import CHECKS, as_matrix, assert_relative, single
 from tests.conftest import ALGEBRA, normal, psd, spd
 from tests.reference import dense
@@ -62,7 +62,7 @@ def test_low_rank_route_equals_the_product_with_the_gradient(cases):
     product = KroneckerProduct(spd(IN), spd(OUT, seed=1))
     output_grads, inputs = normal(cases, OUT, seed=2), normal(cases, IN, seed=3)
     expected = product.mv(output_grads.mT @ inputs)
-    assert_close(product.mv_low_rank(output_grads, inputs), expected, **ALGEBRA)
+    assert_close(product.mv(OuterProduct(output_grads, inputs)), expected, **ALGEBRA)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,20 @@ def test_low_rank_route_equals_the_product_with_the_gradient(cases):
     ],
 )
 def test_low_rank_pays_up_to_where_multiplications_are_equal(d_in, d_out, most_cases):
-    product = KroneckerProduct(spd(d_in), spd(d_out))
-    assert most_cases == 0 or product.low_rank_pays(most_cases)
-    assert not product.low_rank_pays(most_cases + 1)
+    assert most_cases == 0 or low_rank_pays((d_out, d_in), most_cases)
+    assert not low_rank_pays((d_out, d_in), most_cases + 1)
+    more = OuterProduct(normal(most_cases + 1, d_out), normal(most_cases + 1, d_in))
+    assert not more.pays()
+    assert_close(more.to_dense(), more.grads.mT @ more.inputs, **ALGEBRA)
+
+
+@pytest.mark.parametrize("sides", [("A",), ("G",), ("A", "G")])
+def test_diagonal_sides_are_given_as_vectors(sides):
+    full = {"A": torch.diag(spd(IN).diagonal()), "G": torch.diag(spd(OUT, seed=1).diagonal())}
+    given = {name: M.diagonal() if name in sides else M for name, M in full.items()}
+    product, V = KroneckerProduct(**given), normal(OUT, IN, seed=2)
+    factors = OuterProduct(normal(1, OUT, seed=2), normal(1, IN, seed=3))
+    expected = dense.kron(full["A"], full["G"])
+    assert_close(product.to_dense(), expected, **ALGEBRA)
+    assert_close(dense.vec(product.mv(V)), expected @ dense.vec(V), **ALGEBRA)
+    assert_close(product.mv(factors), product.mv(factors.to_dense()), **ALGEBRA)

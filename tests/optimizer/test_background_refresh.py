@@ -26,10 +26,10 @@ from kronfac import (
     GammaSearch,
     LevenbergMarquardt,
 )
+from kronfac.curvature import Curvature, KroneckerMoments, Link
 from kronfac.errors import NotPositiveDefiniteError, StateError
-from kronfac.factors import KroneckerFactors
-from kronfac.inverses.base import pack
 from kronfac.linalg.parallel import LARGE
+from kronfac.storage import pack
 from tests.conftest import forked, mlp, normal, spd
 from tests.optimizer.runs import same
 
@@ -57,22 +57,22 @@ class Watched(BlockDiagonalInverse):
 
     first: Callable[[], None] = lambda: None
 
-    def prepare(self, factors: KroneckerFactors) -> Any:
+    def prepare(self, curvature: Curvature) -> Any:
         self.first()
-        return super().prepare(factors)
+        return super().prepare(curvature)
 
 
 @pytest.mark.parametrize("kind", [BlockDiagonalInverse, BlockTridiagonalInverse])
-def test_the_inverse_is_that_of_the_factors_of_the_iteration_that_began_it(kind):
+def test_the_inverse_is_that_of_the_curvature_of_the_iteration_that_began_it(kind):
     gamma = 0.3
     optimizer = new(inverse=kind(), damping=FixedDamping(0.1), gamma=FixedGamma(gamma))
-    factors = {}
+    curvature = {}
     for k in range(1, 15):
         step(optimizer, k)
-        factors[k] = optimizer._state.factors
+        curvature[k] = optimizer._state.curvature
         # 1, 2 and 3 at once; 5 in use from 8 on, 10 from 13 on.
         begun = k if k <= 3 else 3 if k < 5 + LAG else 5 if k < 10 + LAG else 10
-        expected = kind().prepare(factors[begun]).damped(gamma)
+        expected = kind().prepare(curvature[begun]).damped(gamma)
         assert same(pack(optimizer._state.current.inverse), pack(expected)), k
         assert optimizer._state.current.iteration == begun
 
@@ -315,11 +315,11 @@ def test_a_saved_refresh_with_something_missing_is_refused():
 )
 def test_layers_in_parallel_give_what_one_after_the_other_does(inverse):
     widths = [LARGE, LARGE + 8, LARGE + 16, 3]
-    factors = KroneckerFactors(
-        A=tuple(spd(n + 1, seed=n) for n in widths[:-1]),
-        G=tuple(spd(n, seed=n) for n in widths[1:]),
-        A_next=tuple(0.01 * normal(a + 1, b + 1, seed=a) for a, b in pairwise(widths[:-1])),
-        G_next=tuple(0.01 * normal(a, b, seed=b) for a, b in pairwise(widths[1:])),
+    A_next = [0.01 * normal(a + 1, b + 1, seed=a) for a, b in pairwise(widths[:-1])]
+    G_next = [0.01 * normal(a, b, seed=b) for a, b in pairwise(widths[1:])]
+    curvature = Curvature(
+        tuple(KroneckerMoments(spd(a + 1, seed=a), spd(b, seed=b)) for a, b in pairwise(widths)),
+        tuple(map(Link, A_next, G_next)),
     )
     vectors = [normal(b, a + 1, seed=a) for a, b in pairwise(widths)]
     before = torch.get_num_threads()
@@ -327,7 +327,7 @@ def test_layers_in_parallel_give_what_one_after_the_other_does(inverse):
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            products.append(inverse.prepare(factors).damped(0.5).mv(vectors))
+            products.append(inverse.prepare(curvature).damped(0.5).mv(vectors))
     finally:
         torch.set_num_threads(before)
     for alone, parallel in zip(*products, strict=True):

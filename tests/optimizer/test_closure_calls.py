@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import kronfac
 from kronfac import KFAC, AdaptiveDamping, FixedDamping, LevenbergMarquardt, RawStep
 from tests.conftest import mlp, normal
+from tests.optimizer.runs import mean_square
 
 LOSS = nn.MSELoss()
 
@@ -24,7 +25,7 @@ class Counted:
     def __init__(self, optimizer: KFAC, x: Tensor, y: Tensor, seen: bool = True) -> None:
         self.calls = 0
         self._optimizer, self._x, self._y = optimizer, x, y
-        self._loss = LOSS if seen else nn.functional.mse_loss
+        self._loss = LOSS if seen else mean_square
 
     def __call__(self) -> Tensor:
         self.calls += 1
@@ -54,6 +55,17 @@ def test_once_with_all_trials_and_validations_if_the_loss_is_seen(settings):
     optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, **settings)
     for k in range(25):
         assert calls(optimizer, k) == 1, k
+        assert not optimizer.report.events
+
+
+def test_once_if_the_functional_form_is_called():
+    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, damping=LevenbergMarquardt(0.5, interval=1))
+    for k in range(5):
+        closure = Counted(optimizer, *data(k))
+        closure._loss = nn.functional.mse_loss
+        optimizer.step(closure)
+        assert closure.calls == 1, k
+        assert optimizer.report.rho is not None
         assert not optimizer.report.events
 
 

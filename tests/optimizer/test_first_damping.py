@@ -19,7 +19,6 @@ from kronfac import (
     LambdaSearch,
     SampledFisher,
 )
-from kronfac.measure import mean_curvature
 from tests.conftest import mlp, normal
 from tests.optimizer.runs import INVERSES
 
@@ -69,7 +68,7 @@ def test_the_first_lambda_is_about_the_smallest_whose_step_the_model_describes(i
         change = objective(tried, x, y) - objective(model, x, y)
         return change / fixed.report.predicted_change
 
-    if lambda_ > 1.001 * SEARCH.least_curvature * mean_curvature(optimizer._state.factors):
+    if lambda_ > 1.001 * SEARCH.least_curvature * optimizer._state.curvature.mean():
         assert rho(3 * lambda_) > TRUSTED > rho(lambda_ / 10)
         assert rho(lambda_) == pytest.approx(TRUSTED, abs=0.15)
 
@@ -117,12 +116,24 @@ def test_a_first_mini_batch_that_is_fitted_already_does_not_make_lambda_huge(dty
     assert losses[-1] < losses[0] / 3
 
 
-def test_with_dropout_there_is_no_search():
-    model = nn.Sequential(*mlp([4, 8, 3], seed=3), nn.Dropout(0.5)).double()
+def test_with_dropout_trials_draw_the_masks_of_the_closure():
+    """A module that keeps what it is asked to leaves out says whether they do."""
+    masks = []
+
+    class Watched(nn.Dropout):
+        def forward(self, x):
+            out = super().forward(x)
+            masks.append(out.detach() == 0)
+            return out
+
+    model = nn.Sequential(*mlp([4, 8], seed=3), Watched(0.5), *mlp([8, 3], seed=4))
     optimizer = KFAC(model, LOSS)
     optimizer.step(optimizer.closure(normal(60, 4), normal(60, 3)))
-    assert optimizer.report.trials == 0
-    assert optimizer.report.lambda_ > 0
+    assert optimizer.report.trials > 1
+    assert len(masks) > optimizer.report.trials
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
+    optimizer.step(optimizer.closure(normal(60, 4), normal(60, 3)))
+    assert not torch.equal(masks[-1], masks[0]), "but those of the next step are others"
 
 
 @pytest.mark.parametrize("inverse", [BlockDiagonalInverse(ExactTikhonov()), "block_tridiagonal"])
@@ -145,7 +156,7 @@ def test_settings_of_the_paper_try_nothing():
 def test_without_a_search_lambda_stays_where_it_starts(start):
     optimizer = KFAC(mlp([4, 5, 3]), LOSS, damping=AdaptiveDamping(lambda_=start, search=None))
     optimizer.step(optimizer.closure(normal(20, 4), normal(20, 3)))
-    expected = mean_curvature(optimizer._state.factors) if start is None else start
+    expected = optimizer._state.curvature.mean() if start is None else start
     assert optimizer.report.trials == 0
     assert optimizer.report.lambda_ == expected
     assert optimizer.report.gamma == pytest.approx(math.sqrt(expected))

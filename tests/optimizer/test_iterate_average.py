@@ -111,15 +111,29 @@ def test_nor_by_a_long_memory_that_does_not_average():
     assert optimizer.report.memory == pytest.approx(0.15 * 61), "as long as it may be"
 
 
-def test_of_two_passes_with_other_masks_the_losses_say_nothing():
+def test_with_dropout_both_are_compared_with_the_same_masks():
+    """Those of the closure, so that the comparison is about the parameters."""
     layers = [nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2)]
     model = nn.Sequential(*layers).double()
     optimizer = optimizer_of(model)
-    for k in range(61):
-        optimizer.step(optimizer.closure(*rows(k)))
-    assert optimizer._state.acceptance.confirmed < 0.5
-    assert optimizer._state.step.memory.average is None
-    assert optimizer._state.step.memory.length == math.inf
+    compared = 0
+    for k in range(1, 121):
+        x, y = rows(k)
+        here, before, masks = theta(model), optimizer._state.step.memory, torch.get_rng_state()
+        optimizer.step(optimizer.closure(x, y))
+        after, next_masks = optimizer._state.step.memory.length, torch.get_rng_state()
+        if before.average is None or optimizer.report.rejected or after == before.length:
+            continue
+        values = []
+        for parameters in (here, before.average):
+            torch.set_rng_state(masks)
+            values.append(objective(model, x, y, parameters))
+        torch.set_rng_state(next_masks)
+        m = Measurement(iteration=k, loss=values[0])
+        expected = LongMemory().compare(before, m, change=values[1] - values[0]).length
+        assert after == pytest.approx(expected, rel=1e-6)
+        compared += 1
+    assert compared > 3
 
 
 def test_a_loss_of_the_closures_own_is_asked_for_again():

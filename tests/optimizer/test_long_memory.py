@@ -64,7 +64,7 @@ def test_momentum_goes_on_with_its_memory_and_a_part_of_the_new_step():
 
 def test_the_statistics_are_remembered_as_long_where_that_is_longer():
     optimizer = noisy(140)
-    n = optimizer._state.factors.cases
+    n = optimizer._state.curvature.examples
     for k in range(140, 150):
         advance(optimizer, k)
         state = optimizer._state
@@ -74,8 +74,8 @@ def test_the_statistics_are_remembered_as_long_where_that_is_longer():
         decay = 1 - 1 / (0.15 * (k + 1))
         # The variance of a weighted mean over 16 new cases and n old ones.
         expected = 1 / (decay**2 / n + (1 - decay) ** 2 / 16)
-        assert state.factors.cases == pytest.approx(expected, rel=1e-9)
-        n = state.factors.cases
+        assert state.curvature.examples == pytest.approx(expected, rel=1e-9)
+        n = state.curvature.examples
 
 
 def test_it_is_saved():

@@ -1,5 +1,7 @@
 """Random numbers: K-FAC has its own generator, and nothing else is random."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -52,10 +54,9 @@ def test_the_same_seed_gives_the_same_run_to_the_bit(loss, inverse):
     assert same(runs[0].state_dict(), runs[1].state_dict())
 
 
-def moments(loss: nn.Module, fisher: SampledFisher) -> dict[str, torch.Tensor]:
+def moments(loss: nn.Module, fisher: SampledFisher) -> dict[str, Any]:
     """A and G of the first layer after a first step, which is taken at the same point by all."""
-    factors = run(loss, steps=1, fisher=fisher).state_dict()["kfac"]["factors"]
-    return {"A": factors["A"][0], "G": factors["G"][0]}
+    return run(loss, steps=1, fisher=fisher).state_dict()["kfac"]["curvature"]["blocks"][0]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -66,7 +67,7 @@ def test_seeds_draw_other_targets_from_the_same_distribution(loss):
     assert not torch.allclose(one["G"], other["G"], rtol=1e-3)
     # Over many seeds the mean is that of the expectation: 4 standard errors of the mean.
     exact = run(loss, steps=1, fisher="exact")
-    truth = exact.state_dict()["kfac"]["factors"]["G"][0].diagonal()
+    truth = exact.state_dict()["kfac"]["curvature"]["blocks"][0]["G"].diagonal()
     draws = torch.stack(
         [moments(loss, SampledFisher(seed=seed))["G"].diagonal() for seed in range(60)]
     )

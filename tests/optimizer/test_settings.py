@@ -26,8 +26,8 @@ from kronfac import (
     SampledFisher,
     TiedGamma,
 )
-from kronfac.factors import ema_decay
-from kronfac.linalg import KroneckerProduct
+from kronfac.curvature import ema_decay
+from kronfac.linalg import KroneckerProduct, OuterProduct
 from tests.conftest import mlp, normal
 from tests.optimizer.pseudocode import Pseudocode, low_rank_is_cheaper
 from tests.optimizer.runs import agree, targets_for
@@ -239,15 +239,16 @@ def test_without_weight_decay_the_low_rank_route_is_the_plain_one():
 
 
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Cases of the products that take the low-rank route from here on."""
+    """Examples of the products that take the low-rank route from here on."""
     taken: list[int] = []
-    product = KroneckerProduct.mv_low_rank
+    product = KroneckerProduct.mv
 
-    def counted(block: KroneckerProduct, output_grads: Tensor, inputs: Tensor) -> Tensor:
-        taken.append(len(inputs))
-        return product(block, output_grads, inputs)
+    def counted(block: KroneckerProduct, V: Tensor | OuterProduct) -> Tensor:
+        if isinstance(V, OuterProduct) and V.pays():
+            taken.append(len(V.inputs))
+        return product(block, V)
 
-    monkeypatch.setattr(KroneckerProduct, "mv_low_rank", counted)
+    monkeypatch.setattr(KroneckerProduct, "mv", counted)
     return taken
 
 
@@ -336,7 +337,9 @@ def test_the_papers_constants():
     assert step_size.long_memory is None
     assert ema_decay(500, fisher.ema_decay) == 0.95
     assert optimizer.settings.inverse == BlockDiagonalInverse()
-    assert not optimizer.settings.inverse.wants_rows([(1000, 785)], cases=1, weight_decay=1e-5)
+    assert not optimizer.settings.inverse.wants_factors(
+        [(1000, 785)], examples=1, weight_decay=1e-5
+    )
     assert optimizer.state_dict()["kfac"]["gamma"]["gamma"] == pytest.approx(12.247449, rel=1e-6)
 
 

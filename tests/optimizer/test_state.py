@@ -19,6 +19,7 @@ from kronfac import (
     ExactTikhonov,
 )
 from kronfac.errors import StateError
+from kronfac.storage import tensors_in
 from tests.conftest import mlp, normal
 from tests.optimizer.resume import CASES, DTYPES, LAST, SAVED_AT, advance, contents, new_run
 from tests.optimizer.runs import Snapshot, same
@@ -62,7 +63,7 @@ def test_dtypes_are_kept(continued, case, dtype):
     loaded = optimizer.state_dict()
     assert same(loaded, saved["optimizer"])
     assert loaded["kfac"]["generator"].dtype == torch.uint8
-    assert loaded["kfac"]["factors"]["A"][0].dtype == DTYPES[dtype]
+    assert {M.dtype for M in tensors_in(loaded["kfac"]["curvature"])} == {DTYPES[dtype]}
     assert isinstance(loaded["kfac"]["damping"]["lambda_"], float)
 
 
@@ -70,8 +71,8 @@ def test_the_inverse_in_the_file_is_older_than_its_statistics(continued):
     # Else the runs above would not show that it is carried over rather than computed again.
     saved = torch.load(continued / "block_diagonal-float64.saved", weights_only=True)
     kfac = saved["optimizer"]["kfac"]
-    A = kfac["factors"]["A"][0]
-    damping = torch.linalg.inv(kfac["current"]["inverse"]["blocks"][0]["A"]) - A
+    A = kfac["curvature"]["blocks"][0]["A"]
+    damping = torch.linalg.inv(kfac["current"]["inverse"]["pieces"][0]["A"]) - A
     off_diagonal = damping - torch.diag(damping.diagonal())
     assert off_diagonal.abs().max() > 1e-3 * A.diagonal().mean()
 
@@ -173,6 +174,13 @@ def _without(state: dict[str, Any], key: str) -> dict[str, Any]:
     return state | {"kfac": {k: v for k, v in state["kfac"].items() if k != key}}
 
 
+def _transposed(state: dict[str, Any]) -> dict[str, Any]:
+    """The same number of parameters in every layer, in another shape."""
+    curvature = state["kfac"]["curvature"]
+    blocks = [block | {"A": block["G"], "G": block["A"]} for block in curvature["blocks"]]
+    return _edited(state, curvature=curvature | {"blocks": blocks})
+
+
 def _named(*names: str) -> nn.Sequential:
     """4-5-3 with these names for its layers."""
     first, activation, second = mlp([4, 5, 3], seed=3)
@@ -190,12 +198,16 @@ UNFIT = {
     ),
     "another version": (
         lambda: _edited(_trained().state_dict(), version=1),
-        "versions 6 and 7; got 1",
+        "versions 6 to 8; got 1",
     ),
     "no version": (lambda: _without(_trained().state_dict(), "version"), "version"),
     "other layers": (lambda: _trained(_named("a", "b")).state_dict(), r"\['a', 'b'\]"),
     "more layers": (lambda: _trained(mlp([4, 5, 5, 3])).state_dict(), r"\['0', '2', '4'\]"),
     "other widths": (lambda: _trained(mlp([4, 6, 3])).state_dict(), r"'0'.*\(6, 5\).*\(5, 5\)"),
+    "rows and columns exchanged": (
+        lambda: _transposed(_trained().state_dict()),
+        r"'2'.*must be \(6, 6\)",
+    ),
     "other inverse": (
         lambda: _trained(inverse=BlockTridiagonalInverse).state_dict(),
         "saved with BlockTridiagonalInverse",
@@ -205,7 +217,7 @@ UNFIT = {
         "ExactTikhonov",
     ),
     "nothing inside": (lambda: {"kfac": None, "weight_decay": 0.0}, "state"),
-    "no factors": (lambda: _without(_trained().state_dict(), "factors"), "factors"),
+    "no curvature": (lambda: _without(_trained().state_dict(), "curvature"), "curvature"),
     "no generator": (lambda: _without(_trained().state_dict(), "generator"), "generator"),
     "no weight decay": (lambda: {"kfac": _trained().state_dict()["kfac"]}, "weight_decay"),
     "other dtype": (lambda: _trained(dtype=torch.float32).state_dict(), "float32"),

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor, nn
 
 import kronfac
-from kronfac import KFAC, GammaSearch, LevenbergMarquardt, QuadraticModel
+from kronfac import KFAC, First, GammaSearch, LevenbergMarquardt, QuadraticModel
 from tests.conftest import mlp, normal, passes_either_way
 from tests.optimizer.pseudocode import Pseudocode
 from tests.optimizer.runs import INVERSES, agree, closure_of, targets_for
 
-passes = passes_either_way("kronfac.closure")
+passes = passes_either_way()
 
 STEPS = 45
 # Loss and T₁, T₂, T₃.
@@ -63,8 +63,8 @@ def test_a_run_equals_the_pseudocode(case, inverse):
         damping=LevenbergMarquardt(lambda_=0.1, interval=T1),
         gamma=GammaSearch(interval=T2),
         step_size=QuadraticModel(),
-        statistics_fraction=0.3,
-        fisher_fraction=0.6,
+        statistics_fraction=First(0.3),
+        fisher_fraction=First(0.6),
         inverse_interval=T3,
     )
     seen = [agree(optimizer, expected, x, y) for x, y in mini_batches(loss, 3)]

@@ -2,25 +2,26 @@
 
 The parameters are W₁ … W_ℓ acting on homogeneous coordinates, so a Linear here has no bias: the
 coordinate that is 1 is an input like any other, and can be mixed with the others by Ω. Every number
-below comes out of kronfac: `factors` from its statistics, `fisher` from its Fisher products.
+below comes out of kronfac: `curvature` from its statistics, `fisher` from its Fisher products.
 
 vec stacks columns; a vector in parameter space is the vec of the layers' matrices, one after another.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from kronfac import ExactFisher
-from kronfac.factors import KroneckerFactors
+from kronfac.curvature import Curvature, DampedInverse
+from kronfac.curvature.estimate import Sample, estimate
 from kronfac.fisher_products import fisher_gram
-from kronfac.inverses import DampedInverse
-from kronfac.layers import Matrices, find_layers
-from kronfac.minibatch import Batch, Call
-from kronfac.objective import Likelihood, objective_of
-from kronfac.statistics import capture, estimate
+from kronfac.linearization import linearize
+from kronfac.network import Matrices, find_units, record_uses
+from kronfac.objective import Likelihood
+from tests.conftest import batch, network_of
 from tests.reference.dense import flatten, kron, unflatten
 
 Nonlinearity = Callable[[Tensor], Tensor]
@@ -131,50 +132,44 @@ def random_invertible(size: int, generator: torch.Generator) -> Tensor:
 # ------------------------------------------------------------------------------- kronfac's quantities
 
 
-def factors(
-    model: nn.Module, loss: Likelihood, x: Tensor, neighbours: bool = False
-) -> KroneckerFactors:
-    """Ā and G on these inputs, exact in the expectation over the model's y."""
+def curvature(model: nn.Module, loss: Likelihood, x: Tensor, coupled: bool = False) -> Curvature:
+    """Ā and G on these inputs, exact in the expectation over the model's y; of neighbours if `coupled`."""
+    network = network_of(model, loss)
     return estimate(
-        model,
-        find_layers(model),
-        objective_of(loss),
-        _batch(model, x),
-        1.0,
+        Sample(batch(network, x).passes, partial(linearize, network)),
+        [unit.block for unit in network.units],
         ExactFisher(),
         torch.Generator(),
-        neighbours,
+        links=[coupled] * (len(network.units) - 1),
     )
 
 
 def gradient(model: nn.Module, loss: Likelihood, x: Tensor, y: Tensor) -> Matrices:
-    """∇h, one matrix a layer."""
-    layers = find_layers(model)
-    parameters = [p for layer in layers for p in layer.parameters()]
-    grads = iter(torch.autograd.grad(loss(model(x), y), parameters))
-    return tuple(layer.join([next(grads) for _ in layer.parameters()]) for layer in layers)
+    """∇h, one matrix per layer."""
+    network = network_of(model, loss)
+    return network.join(torch.autograd.grad(loss(model(x), y), network.parameters))
 
 
 def fisher(model: nn.Module, loss: Likelihood, x: Tensor) -> Tensor:
     """The exact F, dense, from eᵢᵀ F eⱼ of all pairs of weights."""
-    layers = find_layers(model)
-    shapes = [layer.shape for layer in layers]
-    return fisher_gram(model, layers, loss, _batch(model, x), 1.0, basis(shapes))
+    network = network_of(model, loss)
+    directions = basis([unit.shape for unit in network.units])
+    return fisher_gram(network, batch(network, x), directions)
 
 
 def activities_and_gradients(
     model: nn.Module, loss: Likelihood, x: Tensor, y: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """ā_{i−1} and g_i of every layer, (cases, features), for given targets."""
-    layers = find_layers(model)
-    with capture(layers) as captured:
+    """ā_{i−1} and g_i of every layer, (examples, features), for given targets."""
+    found = find_units(model)
+    with record_uses(found.sites, len(found.units)) as uses:
         outputs = model(x)
-    g = torch.autograd.grad(outputs, captured.outputs(), loss.score(outputs.detach(), y))
-    return [layer.inputs(a)[:, 0] for layer, a in zip(layers, captured.inputs(), strict=True)], [*g]
-
-
-def _batch(model: nn.Module, x: Tensor) -> Batch:
-    return Batch((Call((x,), {}, len(x), model(x).shape),))
+    at_uses = torch.autograd.grad(outputs, uses.edges, loss.score(outputs.detach(), y))
+    numbers = range(len(found.units))
+    # Every layer is used once, at one place.
+    (activities,) = zip(*(uses.of(n) for n in numbers), strict=True)
+    (gradients,) = zip(*(uses.grads(n, at_uses) for n in numbers), strict=True)
+    return [a[:, 0] for a in activities], [g[:, 0] for g in gradients]
 
 
 # -------------------------------------------------------------------------------------- dense algebra
@@ -197,7 +192,6 @@ def dense(inverse: DampedInverse, shapes: Sequence[tuple[int, ...]]) -> Tensor:
     return torch.stack([flatten(inverse.mv(e)) for e in basis(shapes)], dim=1)
 
 
-def block_diagonal_fisher(moments: KroneckerFactors) -> Tensor:
+def block_diagonal_fisher(moments: Curvature) -> Tensor:
     """F̆ = diag(A_0 ⊗ G_1, A_1 ⊗ G_2, …)."""
-    blocks = [kron(A, G) for A, G in zip(moments.A, moments.G, strict=True)]
-    return torch.block_diag(*blocks)
+    return torch.block_diag(*(kron(block.A, block.G) for block in moments.blocks))

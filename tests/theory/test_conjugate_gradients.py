@@ -18,12 +18,12 @@ from kronfac import (
     Gaussian,
     QuadraticModel,
 )
-from kronfac.layers import find_layers
+from kronfac.network import find_units
 from tests.reference.dense import flatten
 from tests.theory.networks import (
     Network,
+    curvature,
     dense,
-    factors,
     fisher,
     gradient,
     homogeneous,
@@ -92,7 +92,7 @@ QUADRATICS = [
 
 
 def parameters(model: nn.Module) -> Tensor:
-    return flatten([layer.join(layer.parameters()) for layer in find_layers(model)]).detach()
+    return flatten([unit.join(unit.parameters) for unit in find_units(model).units]).detach()
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.05])
@@ -108,14 +108,14 @@ def test_momentum_is_conjugate_gradients_on_a_quadratic(build, gamma, weight_dec
     x = torch.randn(30, 2 if build is TwoBranches else 3, generator=generator, dtype=torch.float64)
     y = torch.randn(30, 2, generator=generator, dtype=torch.float64)
     loss = Gaussian(0.8)
-    shapes = [layer.shape for layer in find_layers(model)]
+    shapes = [unit.shape for unit in find_units(model).units]
 
     theta = parameters(model)
     B = fisher(model, loss, x)
     B = B + weight_decay * torch.eye(len(B), dtype=B.dtype)
     grad = flatten(gradient(model, loss, x, y)) + weight_decay * theta
     preconditioner = dense(
-        BlockDiagonalInverse().prepare(factors(model, loss, x)).damped(gamma), shapes
+        BlockDiagonalInverse().prepare(curvature(model, loss, x)).damped(gamma), shapes
     )
     expected = conjugate_gradients(
         B, B @ theta - grad, lambda r: preconditioner @ r, theta, steps=len(theta)
@@ -191,7 +191,7 @@ def test_rescaling_is_one_step_of_conjugate_gradients(inverse, lambda_, weight_d
     grad = flatten(gradient(network, loss, x, y)) + weight_decay * theta
     F = fisher(network, loss, x)
     B = F + (lambda_ + weight_decay) * torch.eye(len(F), dtype=F.dtype)
-    moments = factors(network, loss, x, neighbours=inverse.needs_neighbours)
+    moments = curvature(network, loss, x, coupled=inverse.couples)
     preconditioner = dense(inverse.prepare(moments).damped(gamma), shapes)
     _, expected = conjugate_gradients(
         B, -grad, lambda r: preconditioner @ r, torch.zeros_like(theta), steps=1

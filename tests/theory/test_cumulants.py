@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from kronfac import Bernoulli
 from tests.reference.dense import kron
 from tests.theory.enumeration import Outcomes, enumerate_outcomes
-from tests.theory.networks import Network, factors, fisher, random_network
+from tests.theory.networks import Network, curvature, fisher, random_network
 
 SIZES = (2, 3, 2)
 CASES = 5
@@ -170,13 +170,14 @@ def test_error_is_that_of_kronfacs_factors(problem, outcomes):
         rtol=1e-8,
         atol=1e-10,
     )
-    moments = factors(network, loss, x, neighbours=True)
+    moments = curvature(network, loss, x, coupled=True)
     # ℓ = 2: the neighbouring blocks are all blocks there are.
-    cross = kron(moments.A_next[0], moments.G_next[0])
+    (link,), (first, second) = moments.links, moments.blocks
+    cross = kron(link.A_next, link.G_next)
     F_tilde = torch.cat(
         [
-            torch.cat([kron(moments.A[0], moments.G[0]), cross], dim=1),
-            torch.cat([cross.mT, kron(moments.A[1], moments.G[1])], dim=1),
+            torch.cat([kron(first.A, first.G), cross], dim=1),
+            torch.cat([cross.mT, kron(second.A, second.G)], dim=1),
         ]
     )
     # From errors by unit, (ā⁽¹⁾, ā⁽²⁾, g⁽¹⁾, g⁽²⁾), to errors by weight, (ā⁽¹⁾ g⁽¹⁾, ā⁽²⁾ g⁽²⁾).

@@ -18,7 +18,7 @@ from tests.reference.dense import flatten, kron, kron_fisher, moments, shapes
 from tests.theory.networks import (
     biased,
     block_slices,
-    factors,
+    curvature,
     fisher,
     gradient,
     linear,
@@ -42,12 +42,12 @@ def problem(nonlinearity: type[nn.Module], cases: int) -> tuple[nn.Sequential, T
 
 def assert_kronfac_blocks(model: nn.Module, loss: Likelihood, x: Tensor, F: Tensor) -> None:
     """The blocks that kronfac estimates are those of F."""
-    estimated = factors(model, loss, x, neighbours=True)
+    estimated = curvature(model, loss, x, coupled=True)
     blocks = block_slices(shapes(model))
-    for s, A, G in zip(blocks, estimated.A, estimated.G, strict=True):
-        assert_close(kron(A, G), F[s, s], rtol=0, atol=1e-10)
-    for (s, t), A, G in zip(pairwise(blocks), estimated.A_next, estimated.G_next, strict=True):
-        assert_close(kron(A, G), F[s, t], rtol=0, atol=1e-10)
+    for s, block in zip(blocks, estimated.blocks, strict=True):
+        assert_close(kron(block.A, block.G), F[s, s], rtol=0, atol=1e-10)
+    for (s, t), link in zip(pairwise(blocks), estimated.links, strict=True):
+        assert_close(kron(link.A_next, link.G_next), F[s, t], rtol=0, atol=1e-10)
 
 
 def test_deep_linear_networks_with_squared_error():
@@ -88,8 +88,8 @@ def test_last_layer_with_squared_error():
     model, x = problem(nn.Tanh, cases=30)
     F = fisher(model, Gaussian(), x)
     last = block_slices(shapes(model))[-1]
-    estimated = factors(model, Gaussian(), x)
-    assert_close(kron(estimated.A[-1], estimated.G[-1]), F[last, last], rtol=0, atol=1e-10)
+    estimated = curvature(model, Gaussian(), x).blocks[-1]
+    assert_close(kron(estimated.A, estimated.G), F[last, last], rtol=0, atol=1e-10)
 
 
 def test_block_steps_are_natural_gradients_where_the_blocks_are_exact():

@@ -14,7 +14,7 @@ from tests.theory.networks import (
     activities_and_gradients,
     block_diagonal_fisher,
     block_slices,
-    factors,
+    curvature,
     fisher,
     homogeneous,
     random_network,
@@ -43,18 +43,18 @@ def activities(network: Network, x: Tensor) -> list[Tensor]:
 def test_block_diagonal_fisher_is_the_hessian_of_a_distance(loss):
     """§12: F̆ is the Hessian w.r.t. θ′ of D(θ′, θ) = ½ Σ_i E[(s_i − s′_i)ᵀ G_ii (s_i − s′_i)]."""
     network, x = problem()
-    moments = factors(network, loss, x)
+    moments = curvature(network, loss, x)
     inputs = activities(network, x)
     shapes = [W.shape for W in network.weights]
     theta = flatten(network.weights)
 
     def distance(theta_prime: Tensor) -> Tensor:
         total = theta_prime.new_zeros(())
-        for W, W_prime, a, G in zip(
-            network.weights, unflatten(theta_prime, shapes), inputs, moments.G, strict=True
+        for W, W_prime, a, block in zip(
+            network.weights, unflatten(theta_prime, shapes), inputs, moments.blocks, strict=True
         ):
             difference = a @ (W - W_prime).mT
-            total = total + ((difference @ G) * difference).sum() / (2 * len(a))
+            total = total + ((difference @ block.G) * difference).sum() / (2 * len(a))
         return total
 
     F_breve = block_diagonal_fisher(moments)
@@ -108,10 +108,10 @@ def test_G_is_the_average_fisher_of_what_follows_the_layer():
     """§12: G_ii = E[g_i g_iᵀ] = E[F_{P(y|s_i)}], by the Jacobian of the rest of the network."""
     network, x = problem()
     loss = Bernoulli()
-    moments = factors(network, loss, x)
+    moments = curvature(network, loss, x)
     inputs = activities(network, x)
     p = network(x).detach().sigmoid()
-    for i, G in enumerate(moments.G):
+    for i, block in enumerate(moments.blocks):
 
         def rest(s: Tensor, i: int = i) -> Tensor:
             for W in network.weights[i + 1 :]:
@@ -120,4 +120,4 @@ def test_G_is_the_average_fisher_of_what_follows_the_layer():
 
         J = torch.func.vmap(torch.func.jacrev(rest))(inputs[i] @ network.weights[i].mT)
         averaged = torch.einsum("coi,co,coj->ij", J, p * (1 - p), J) / len(x)
-        assert_close(G, averaged, rtol=1e-8, atol=1e-10)
+        assert_close(block.G, averaged, rtol=1e-8, atol=1e-10)

@@ -18,15 +18,15 @@ from kronfac import (
     RawStep,
 )
 from kronfac.control import StepRule
-from kronfac.inverses import ApproximateInverse
+from kronfac.curvature import ApproximateInverse
 from kronfac.objective import Likelihood
 from tests.reference.dense import flatten, kron
 from tests.theory.networks import (
     Network,
     biased,
     block_diagonal_fisher,
+    curvature,
     dense,
-    factors,
     fisher,
     gradient,
     linear,
@@ -75,7 +75,7 @@ def update(
     gamma: float,
 ) -> tuple[Tensor, ...]:
     """−F⁻¹ ∇h with kronfac's statistics and inverse."""
-    moments = factors(network, loss, x, neighbours=inverse.needs_neighbours)
+    moments = curvature(network, loss, x, coupled=inverse.couples)
     damped = inverse.prepare(moments).damped(gamma)
     return tuple(-U for U in damped.mv(gradient(network, loss, x, y)))
 
@@ -120,7 +120,7 @@ def test_curvatures_transform_as_the_exact_fisher_does(loss):
     Omega, Phi = transformation(3)
     dagger = network.transformed(Omega, Phi)
     J = torch.block_diag(*(kron(omega.mT, phi) for omega, phi in zip(Omega, Phi, strict=True)))
-    moments, moments_dagger = (factors(net, loss, x, neighbours=True) for net in (network, dagger))
+    moments, moments_dagger = (curvature(net, loss, x, coupled=True) for net in (network, dagger))
 
     F_breve = block_diagonal_fisher(moments)
     assert_close(block_diagonal_fisher(moments_dagger), J.mT @ F_breve @ J, rtol=0, atol=1e-10)

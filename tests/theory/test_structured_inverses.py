@@ -14,8 +14,8 @@ from tests.theory.networks import (
     Network,
     block_diagonal_fisher,
     block_slices,
+    curvature,
     dense,
-    factors,
     fisher,
     random_network,
 )
@@ -82,7 +82,7 @@ def test_block_tridiagonal_inverse_is_the_chain_with_the_right_neighbours(solver
     loss = Bernoulli()
     shapes = [W.shape for W in network.weights]
     blocks = block_slices(shapes)
-    moments = factors(network, loss, x, neighbours=True)
+    moments = curvature(network, loss, x, coupled=True)
     F_hat_inv = dense(BlockTridiagonalInverse(solver=solver).prepare(moments).damped(0.0), shapes)
     scale = float(F_hat_inv.abs().max())
     assert_close(F_hat_inv, F_hat_inv.mT, rtol=0, atol=1e-10 * scale)
@@ -97,10 +97,10 @@ def test_block_tridiagonal_inverse_is_the_chain_with_the_right_neighbours(solver
 
     F_hat = torch.linalg.inv(F_hat_inv)
     for i, rows in enumerate(blocks):
-        block = kron(moments.A[i], moments.G[i])
+        block = kron(moments.blocks[i].A, moments.blocks[i].G)
         assert_close(F_hat[rows, rows], block, rtol=0, atol=1e-8)
     for i, (rows, columns) in enumerate(pairwise(blocks)):
-        block = kron(moments.A_next[i], moments.G_next[i])
+        block = kron(moments.links[i].A_next, moments.links[i].G_next)
         assert_close(F_hat[rows, columns], block, rtol=0, atol=1e-8)
     # What is left, F̂_13, follows from the chain: Ψ_12 F̃_23.
     first, second, third = blocks
@@ -111,7 +111,7 @@ def test_block_tridiagonal_inverse_is_the_chain_with_the_right_neighbours(solver
 def test_block_diagonal_inverse_is_that_of_its_blocks():
     """§4.2: F̆⁻¹ = diag(Ā_00⁻¹ ⊗ G_11⁻¹, …) is the inverse of F̃'s diagonal blocks."""
     network, x = problem((3, 4, 3, 2))
-    moments = factors(network, Bernoulli(), x)
+    moments = curvature(network, Bernoulli(), x)
     shapes = [W.shape for W in network.weights]
     F_breve_inv = dense(BlockDiagonalInverse().prepare(moments).damped(0.0), shapes)
     F_breve = block_diagonal_fisher(moments)

@@ -11,7 +11,7 @@ from tests.reference.dense import flatten
 from tests.theory.networks import (
     Network,
     activities_and_gradients,
-    factors,
+    curvature,
     gradient,
     random_network,
 )
@@ -52,9 +52,10 @@ def problem() -> tuple[Network, Tensor, Tensor]:
 
 def whitened(network: Network, loss: Likelihood, x: Tensor, root) -> Network:
     """The equivalent network with Ω_i Ā_ii Ω_iᵀ = I and Φ_iᵀ G_ii Φ_i = I."""
-    moments = factors(network, loss, x)
+    moments = curvature(network, loss, x)
     return network.transformed(
-        [root(A) for A in moments.A], [root(G).mT.contiguous() for G in moments.G]
+        [root(block.A) for block in moments.blocks],
+        [root(block.G).mT.contiguous() for block in moments.blocks],
     )
 
 
@@ -63,8 +64,8 @@ def whitened(network: Network, loss: Likelihood, x: Tensor, root) -> Network:
 def test_the_transformed_network_is_whitened(root, loss):
     """Corollary 3, proof: Ā† = I, G† = I, and therefore F̆† = I, by kronfac's own statistics."""
     network, x, _ = problem()
-    moments = factors(whitened(network, loss, x, root), loss, x)
-    for M in (*moments.A, *moments.G):
+    moments = curvature(whitened(network, loss, x, root), loss, x)
+    for M in (M for block in moments.blocks for M in (block.A, block.G)):
         assert_close(M, torch.eye(len(M), dtype=M.dtype), rtol=0, atol=1e-10)
 
 

@@ -8,13 +8,17 @@ from typing import IO
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Replace a file: write beside it, sync, rename."""
+    """Replace a file: write beside it, sync, rename; nothing is left beside it if that fails."""
     beside = path.with_name(f".{path.name}.unfinished")
-    with beside.open("wb") as stream:
-        write(stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(beside, path)
+    try:
+        with beside.open("wb") as stream:
+            write(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
     if os.name == "posix":  # the name is safe only when the folder is
         folder = os.open(path.parent, os.O_RDONLY)
         try:

@@ -121,6 +121,24 @@ COMMANDS: dict[str, Command | Group] = {
                 "race_command",
                 "seconds to fixed training errors, K-FAC against its tuned peers",
             ),
+            "authors-run": Command(
+                "bench.authors_run",
+                "AuthorsRunConfig",
+                "authors_run_command",
+                "K-FAC with the paper's constants on MNIST, beside the authors' logged run",
+            ),
+            "classifier": Command(
+                "bench.classifier",
+                "ClassifierConfig",
+                "classifier_command",
+                "iterations to 5 % and 0 % training error of the classifier of section 3",
+            ),
+            "mnist-comparison": Command(
+                "bench.mnist_comparison",
+                "MnistComparisonConfig",
+                "mnist_comparison_command",
+                "K-FAC, tuned Nesterov momentum and tuned AdamW on MNIST, in equal time",
+            ),
         },
     ),
     "data": Command(

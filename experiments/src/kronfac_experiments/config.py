@@ -155,7 +155,7 @@ class TrainConfig:
     average: Annotated[int | None, hint("INT", "200 for nag and --preset paper, else 0")] = None
     """Iteration at which averaging of the iterates starts, decay 0.99; 0: no averaging."""
     seed: int = 0
-    """Of initial parameters, mini-batches and sampled targets."""
+    """Seed of initial parameters, mini-batches and sampled targets."""
     run_dir: Annotated[Path | None, hint("DIR", "runs/PROBLEM-OPTIMIZER-seedS")] = None
     """Folder to write, which must not exist yet."""
     resume: Annotated[Path | None, hint("DIR", "none")] = None
@@ -223,7 +223,7 @@ class TrainConfig:
 
     @property
     def name(self) -> str:
-        """Of what is trained."""
+        """Name of what is trained."""
         return self.problem or (self.data.stem if self.data else "run")
 
     @property
@@ -259,7 +259,7 @@ def resolved(config: TrainConfig, *, cases: int, weight_decay: float) -> TrainCo
 
     Args:
         config: As given.
-        cases: Of the training set.
+        cases: Number of training cases.
         weight_decay: The problem's η.
     """
     name = config.optimizer.lower()

@@ -25,12 +25,12 @@ from kronfac_experiments.suite import Member, run_suite
 from kronfac_experiments.train import TrainingInterruptedError
 
 EVALUATIONS = 18
-"""Of each run, at equal distances in time."""
+"""Evaluations of each run, at equal distances in time."""
 EVALUATION_CASES = 2000
 ADAMW = FirstOrderOptions(lr=3e-3)
-"""Of 3e-4, 1e-3 and 3e-3 the best for Adam on this problem in 25 seconds; not tuned for more."""
+"""The best of 3e-4, 1e-3 and 3e-3 for Adam on this problem in 25 seconds; not tuned for more."""
 NESTEROV = FirstOrderOptions(lr=0.03, mu_max=0.99)
-"""Of 0.003, 0.01 and 0.03 the best by `kronfac tune curves`, with mini-batches of 250 for 30 seconds
+"""The best of 0.003, 0.01 and 0.03 by `kronfac tune curves`, with mini-batches of 250 for 30 seconds
 (docs/results/tuning.md); the demo has 500."""
 
 
@@ -46,7 +46,7 @@ class DemoConfig:
     batch: int = 500
     """Cases in a mini-batch."""
     seed: int = 0
-    """Of the initial parameters and the mini-batches."""
+    """Seed of the initial parameters and the mini-batches."""
     threads: int = 2
     """CPU threads."""
     output: Path = Path("runs/demo")

@@ -18,7 +18,7 @@ class EvaluationSchedule:
 
     Args:
         every: Iterations; 0 for no evaluations but the first and the last, which always take place.
-        seconds: Of optimiser time.
+        seconds: Marks in seconds of optimiser time.
     """
 
     every: int
@@ -52,7 +52,7 @@ def evaluate(
         task: Its data, and the error.
         model: Current parameters.
         average: Averaged ones.
-        cases: Of each set to measure on, the first ones; None for all.
+        cases: Number to measure on, the first ones of each set; None for all.
     """
     train, test = task.train.first(cases), task.test.first(cases)
     errors = {"train_error": task.error(model, train), "test_error": task.error(model, test)}

@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 
 
 class Interrupts:
@@ -26,12 +26,7 @@ class Interrupts:
                 self._former[number] = signal.signal(number, self._remember)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._former = {}

@@ -11,7 +11,7 @@ import torch
 
 
 def versions() -> dict[str, str]:
-    """Of what the numbers depend on."""
+    """Versions of what the numbers depend on."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

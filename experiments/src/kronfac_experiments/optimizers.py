@@ -9,15 +9,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kronfac import presets
+from kronfac import First, presets
 from kronfac.control import AdaptiveDamping, ConjugateGradients, LongMemory, Measurement
+from kronfac.curvature import SampledFisher
 from kronfac.errors import KronfacError
 from kronfac.objective.base import Likelihood
 from kronfac.optimizer import KFAC
 from kronfac.report import Stopwatch
-from kronfac.statistics import SampledFisher
 from kronfac_experiments.baseline import NesterovMomentum, momentum_at
-from kronfac_experiments.config import TORCH_OPTIMIZERS, TrainConfig
+from kronfac_experiments.config import TORCH_OPTIMIZERS, KfacOptions, TrainConfig
+from kronfac_experiments.plain_steps import KfacSteps
 
 CHUNK = 5000
 """Rows of a mini-batch at a time, as in the authors' program: memory does not grow with the batch."""
@@ -38,7 +39,7 @@ class StepNumbers:
     """What a step did, in the paper's names; None where an optimizer has no such thing."""
 
     loss: float
-    """Of the mini-batch before the step, without the weight-decay term."""
+    """Mean over the mini-batch before the step, without the weight-decay term."""
     lambda_: float | None = None
     gamma: float | None = None
     rho: float | None = None
@@ -97,8 +98,8 @@ def _kfac(config: TrainConfig, model: nn.Module, loss: Likelihood) -> KFAC:
             memory=LongMemory() if options.preset == "default" else None,
             cg_steps=options.cg_steps,
         ),
-        "statistics_fraction": options.statistics_fraction,
-        "fisher_fraction": options.fisher_fraction,
+        "statistics_fraction": _fraction(options, options.statistics_fraction),
+        "fisher_fraction": _fraction(options, options.fisher_fraction),
     }
     return KFAC(
         model,
@@ -110,11 +111,17 @@ def _kfac(config: TrainConfig, model: nn.Module, loss: Likelihood) -> KFAC:
     )
 
 
+def _fraction(options: KfacOptions, fraction: float | None) -> float | None:
+    """The fraction, of the first examples with the paper's constants."""
+    return First(fraction) if options.preset == "paper" and fraction is not None else fraction
+
+
 class KfacStepper:
     """K-FAC, in chunks where the mini-batch is large."""
 
     def __init__(self, optimizer: KFAC) -> None:
         self.optimizer = optimizer
+        self._steps = KfacSteps(optimizer, CHUNK)
 
     def start(self) -> StepNumbers:
         """λ₀ and γ₀, where they are known before the first mini-batch."""
@@ -128,7 +135,7 @@ class KfacStepper:
 
     def step(self, x: Tensor, y: Tensor) -> StepNumbers:
         """One step."""
-        self.optimizer.step(self.optimizer.closure(x, y, chunk=CHUNK))
+        self._steps.step(x, y)
         report = self.optimizer.report
         assert report is not None
         return StepNumbers(

@@ -33,8 +33,8 @@ class Problem:
         loss: `bernoulli`: outputs are logits, cross-entropy summed over pixels; `gaussian`: outputs
             are the reconstruction, half the squared error. Averaged over cases.
         weight_decay: η of the term η/2 ‖θ‖², biases included.
-        train_cases: Of the data that `load` gives.
-        test_cases: Of the data that `load` gives.
+        train_cases: Number of training cases that `load` gives.
+        test_cases: Number of test cases that `load` gives.
     """
 
     name: str
@@ -155,6 +155,12 @@ def _linear_layers(widths: tuple[int, ...]) -> list[nn.Linear]:
         assert isinstance(layer, nn.Linear)
         layers.append(layer)
     return layers
+
+
+@torch.no_grad()
+def classification_error(model: nn.Module, x: Tensor, labels: Tensor) -> float:
+    """Per cent of the cases whose largest output is not that of the label."""
+    return 100 * int((model(x).argmax(dim=1) != labels).sum()) / len(x)
 
 
 @torch.no_grad()

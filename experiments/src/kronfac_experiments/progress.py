@@ -3,7 +3,6 @@
 import math
 import time
 from collections import deque
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -49,12 +48,7 @@ class Display:
             self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live:
             self._progress.stop()
 

@@ -16,7 +16,6 @@ import json
 import math
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -98,7 +97,7 @@ class RunDirectory:
     Args:
         path: The folder.
         config: Resolved.
-        sha256: Of a user's own data file.
+        sha256: Checksum of a user's own data file.
     """
 
     def __init__(self, path: Path, config: TrainConfig, sha256: str | None) -> None:
@@ -119,12 +118,7 @@ class RunDirectory:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._metrics is not None:
             self._metrics.close()
         if self._writer is not None:

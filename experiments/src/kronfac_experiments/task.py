@@ -71,7 +71,7 @@ class Task:
     reconstruct: Callable[[nn.Module, Tensor], Tensor] | None = None
     """Outputs as a picture of the inputs, for an autoencoder."""
     sha256: str | None = None
-    """Of the user's own file."""
+    """Checksum of the user's own file."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Task":
         """With its data on that device, in that dtype."""
@@ -119,10 +119,8 @@ def autoencoder_task(problem: problems.Problem, train: Tensor, test: Tensor) -> 
 def classifier_task() -> Task:
     """The classifier of [MG15 §3], which is trained without weight decay."""
 
-    @torch.no_grad()
     def error(model: nn.Module, cases: Cases) -> float:
-        wrong = (model(cases.inputs).argmax(dim=1) != cases.targets).sum()
-        return 100 * int(wrong) / len(cases)
+        return problems.classification_error(model, cases.inputs, cases.targets)
 
     data = mnist_16x16()
     return Task(

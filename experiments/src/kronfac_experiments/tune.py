@@ -21,7 +21,7 @@ from kronfac_experiments.progress import number
 from kronfac_experiments.suite import run_or_continue
 from kronfac_experiments.task import Task, load_task
 from kronfac_experiments.train import TrainingInterruptedError
-from kronfac_experiments.trials_file import read_trials, write_trials
+from kronfac_experiments.trial_store import TrialStore
 
 NAG_LR = (0.05, 0.01, 0.005, 0.001, 0.0005, 0.0001)
 NAG_MU_MAX = (0.9, 0.99, 0.995, 0.999)
@@ -68,7 +68,7 @@ class TuneConfig:
     evaluation_cases: int = 10_000
     """Training cases, and test cases, that the errors are measured on, the first ones."""
     seed: int = 0
-    """Of initial parameters and mini-batches."""
+    """Seed of initial parameters and mini-batches."""
     run_dir: Annotated[Path | None, hint("DIR", "runs/tune-PROBLEM-OPTIMIZER")] = None
     """Folder for tune.json and the runs."""
     device: str = "cpu"
@@ -168,8 +168,13 @@ def tune_command(config: TuneConfig) -> None:
 def tune(config: TuneConfig, console: Console) -> tuple[Path, list[Trial]]:
     """Run what has not run yet; the result file and the trials, best first."""
     path = config.folder / RESULT
-    settings = _settings(config)
-    trials = {(t.lr, t.mu_max): t for t in read_trials(path, settings, Trial)}
+    trials = TrialStore(
+        path,
+        _settings(config),
+        Trial,
+        key=lambda trial: (trial.lr, trial.mu_max),
+        order=lambda trial: trial.rank,
+    )
     task = load_task(config.run(config.points[0]))
     contenders = config.points
     console.print(
@@ -182,8 +187,7 @@ def tune(config: TuneConfig, console: Console) -> tuple[Path, list[Trial]]:
             if done is not None and (done.limit >= limit or done.error is None):
                 continue
             trial = _run(config, point, limit, task, console)
-            trials[point] = trial
-            write_trials(path, settings, sorted(trials.values(), key=lambda trial: trial.rank))
+            trials.keep(trial)
             outcome = trial.message or f"error {number(trial.error)}"
             console.print(f"round {round_ + 1}, {count} of {len(contenders)}: lr {point[0]:g}"
                           + ("" if point[1] is None else f", μ_max {point[1]:g}")

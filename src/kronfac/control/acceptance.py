@@ -7,8 +7,11 @@ rejected. Pure functions of numbers; the optimizer rolls back what is rejected.
 
 import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from kronfac.control.base import ROUNDING, Measurement, ParameterVector, Rule
+from kronfac.ranges import Count, NotNegative, Range
+from kronfac.storage import Storable
 
 DECAY = 0.8
 """Decay of the moving averages of ρ and of the noise, per validation."""
@@ -35,11 +38,11 @@ class Pending:
     """A step that was taken and not yet validated."""
 
     delta: ParameterVector
-    examples: int
+    examples: Annotated[int, Range(1)]
     """Examples in its mini-batch."""
     loss: float
     """On its own mini-batch, before it, as the closure returned it."""
-    penalty: float
+    penalty: NotNegative
     """η/2 ‖θ‖² before it."""
     predicted_change: float
     curvature_share: float
@@ -50,15 +53,15 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class AcceptanceState:
+class AcceptanceState(Storable):
     """The step to be validated, and what validations found so far."""
 
     pending: Pending | None = None
-    validated: int = 0
+    validated: Count = 0
     """Iteration of the last step that was validated."""
     confirmed: float | None = None
     """Recent average of the part of M's predictions that the next mini-batch saw come true."""
-    noise: float | None = None
+    noise: NotNegative | None = None
     """Recent average of how much the loss differs from one mini-batch to another at the same θ, per example
     if the loss is a sum."""
 

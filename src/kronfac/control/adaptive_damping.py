@@ -4,15 +4,18 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from kronfac.control.base import Measurement
+from kronfac.control.base import PACE, Measurement
 from kronfac.control.damping_rule import DampingRule, DampingState
 from kronfac.control.lambda_search import LambdaSearch
+from kronfac.control.levenberg_marquardt import POOR
 
 NEGLIGIBLE = 0.999
 """Share of the curvature that is not λ's above which a smaller λ would change nothing. A λ that fell
 on and on here would be decades from where it acts when it is wanted again."""
 LARGEST_FACTOR = 10.0
 """Largest change of λ by one measurement, either way."""
+LARGEST_RHO = 2.0
+"""ρ above which it says no more against λ: the ρ of a step that is all λ's, along an exact gradient."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,9 @@ class AdaptiveDamping(DampingRule[DampingState]):
     lambda_: float | None = None
     interval: int = 5
     settling: int = 20
-    decay: float = 19 / 20
+    decay: float = PACE
     tolerated: float = -0.5
-    tolerated_exactly: float = 0.25
+    tolerated_exactly: float = POOR
     rate: float = 2.0
     search: LambdaSearch | None = field(default_factory=LambdaSearch)
 
@@ -94,6 +97,6 @@ class AdaptiveDamping(DampingRule[DampingState]):
             exponent = min(self.rate * (tolerated - rho), math.log(LARGEST_FACTOR))
             return math.exp(exponent)
         if rho >= tolerated and m.curvature_share <= NEGLIGIBLE:
-            held_back = self.rate * max(min(rho, 2.0), 0.0) * (1 - m.curvature_share)
+            held_back = self.rate * max(min(rho, LARGEST_RHO), 0.0) * (1 - m.curvature_share)
             return max(self.decay**m.elapsed * math.exp(-held_back), 1 / LARGEST_FACTOR)
         return 1.0

@@ -3,19 +3,23 @@
 import math
 from dataclasses import dataclass, replace
 
-from kronfac.control.base import Measurement
+from kronfac.control.adaptive_damping import LARGEST_FACTOR
+from kronfac.control.base import PACE, TRUST, Measurement
 from kronfac.control.gamma_rule import GammaRule, GammaState, tied_gamma
-from kronfac.control.gamma_search import FLOOR
+from kronfac.curvature.curvature import CEILING
 
 FASTER, FASTEST = 1.5, 4.0
 """Factor of the search's pace after a success, and the largest pace, in units of the paper's."""
 LONGEST_AGE = 1000
 """Iterations since the last refresh that count for how far γ moves: higher powers overflow."""
-LEAST = 1e-3
-"""Smallest γ by the sampling error, in units of √c: a network that fits all its examples has next to no
-curvature, and steps from mini-batches there throw out single examples that are not among them."""
-FIRST_ITERATIONS = 20
-"""Iterations in which the moving averages fill up: they then forget at a rate of 1/20 or less."""
+LEAST_TRIED = 1e-3
+"""Smallest γ that is tried, in units of √curvature: it keeps the damped factors of ordinary networks within
+reach of a float32 Cholesky decomposition."""
+LEAST_SURE = 1e-2
+"""Smallest γ by the sampling error, in the same units: a network that fits all its examples has next to no
+curvature left, and steps from mini-batches there throw out single examples that are not among them."""
+FIRST_ITERATIONS = round(1 / (1 - CEILING))
+"""Iterations in which the moving averages fill up, before they forget."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class AdaptiveGammaState(GammaState):
 
     move: float = 1.0
     """m, the exponent of the next try in units of the paper's pace; negative for a larger γ."""
+    curvature: float | None = None
+    """Mean curvature at the first refresh, which says in what units the objective is."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +58,14 @@ class AdaptiveGamma(GammaRule[AdaptiveGammaState]):
         factor: per iteration; the paper's √(19/20) [MG15 §6.6].
         drift: the change of λ, a factor.
         trusted: the share of M's predictions.
-        minimum: the smallest γ that is tried; None for √η, or 1e-4 if that is larger, and by the sampling
-            error for 1e-3 in units of the likelihood.
+        minimum: the smallest γ that is tried; None for √η or, if that is larger, 1e-3 of the root of the
+            mean curvature (by the sampling error, 1e-2 of it), now or at the first refresh.
     """
 
     strength: float | None = 2.5
-    factor: float = (19 / 20) ** 0.5
-    drift: float = 10.0
-    trusted: float = 0.5
+    factor: float = PACE**0.5
+    drift: float = LARGEST_FACTOR
+    trusted: float = TRUST
     minimum: float | None = None
 
     def __post_init__(self) -> None:
@@ -79,32 +85,29 @@ class AdaptiveGamma(GammaRule[AdaptiveGammaState]):
             )
 
     def init(self, m: Measurement) -> AdaptiveGammaState:
-        return AdaptiveGammaState(max(tied_gamma(m), self._minimum(m)))
+        return AdaptiveGammaState(max(tied_gamma(m), self.minimum or 0.0))
 
     def candidates(self, state: AdaptiveGammaState, m: Measurement) -> tuple[float, ...]:
-        gamma = state.gamma
+        gamma, floor = state.gamma, self._floor(state, m, LEAST_TRIED)
         if m.iteration == 1:
-            return (gamma,)
+            return (max(gamma, floor),)
         if (
             self.strength is not None
             and m.confidence < self.trusted
             and m.sampling_error is not None
         ):
             sure = self.strength * math.sqrt(m.sampling_error)
-            least = self._minimum(m)
-            if self.minimum is None:
-                least = max(least, LEAST * math.sqrt(m.objective_scale))
-            sure = max(sure, least)
+            sure = max(sure, self._floor(state, m, LEAST_SURE))
             return (min(sure, gamma) if m.iteration <= FIRST_ITERATIONS else sure,)
         age = min(m.inverse_age, LONGEST_AGE)
         other = tied_gamma(m) if m.drifted else gamma * self.factor ** (state.move * age)
-        other = max(other, self._minimum(m))
+        other = max(other, floor)
         if other == gamma:  # at the floor, from where there is only up
             other = gamma / self.factor**age
         return gamma, other
 
     def update(self, state: AdaptiveGammaState, m: Measurement) -> AdaptiveGammaState:
-        moved = replace(state, gamma=m.gamma)
+        moved = replace(state, gamma=m.gamma, curvature=state.curvature or m.mean_curvature)
         if len(m.candidates) < 2:
             return moved  # nothing was tried
         first, second = m.candidates
@@ -121,7 +124,9 @@ class AdaptiveGamma(GammaRule[AdaptiveGammaState]):
         # More than `drift`: a rejected step moves λ by 10, for a while, and γ would not come back.
         return abs(math.log(m.lambda_ / m.inverse_lambda)) > math.log(self.drift) + 1e-9
 
-    def _minimum(self, m: Measurement) -> float:
+    def _floor(self, state: AdaptiveGammaState, m: Measurement, share: float) -> float:
+        """The smallest γ. Curvature that grows, or that vanishes, leaves it no smaller than it was."""
         if self.minimum is not None:
             return self.minimum
-        return max(math.sqrt(m.weight_decay), FLOOR)
+        curvature = max(state.curvature or 0.0, m.mean_curvature or 0.0)
+        return max(math.sqrt(m.weight_decay), share * math.sqrt(curvature))

@@ -2,7 +2,8 @@
 
 A rule is an immutable value that holds settings. What it remembers from step to step is another value, a
 frozen dataclass: `init` makes it, `update` replaces it, and the optimizer keeps it, saves it and loads it.
-Its fields may be numbers, strings, None, vectors in parameter space and further such dataclasses.
+Its fields may be numbers, strings, None, vectors in parameter space and further such dataclasses. Numbers
+are finite, unless a `kronfac.ranges.Range` in the type hint says which they may be.
 
 All rules look at one `Measurement`. Iterations are counted from 1.
 """
@@ -12,11 +13,15 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from torch import Tensor
+from kronfac.vector import Matrices
 
-ParameterVector = tuple[Tensor, ...]
-"""A vector in parameter space: one matrix for each layer. Rules scale, add and keep them."""
+ParameterVector = Matrices
+"""A vector in parameter space: one matrix for each unit. Rules scale, add and keep them."""
 
+PACE = 19 / 20
+"""Factor of λ and of γ² per iteration, in the paper's experiments [MG15 §6.5, §6.6]."""
+TRUST = 0.5
+"""Part of M's predictions that the next mini-batches have to confirm for M to be trusted."""
 ROUNDING = 32
 """ε of a loss below which a change of it, predicted or measured, means nothing."""
 DOMINATED = 0.5
@@ -71,7 +76,7 @@ class Measurement:
     elapsed: int = 1
     """Iterations from the validation before to this one."""
     confirmed: float | None = None
-    """Recent average of `next_rho`, clipped to [−1, 1], where mini-batches differ."""
+    """Recent average of `next_rho`, clipped to [−1, 1]; None until mini-batches have differed."""
     noise: float | None = None
     """Recent average of how much the loss differs from one mini-batch to another at the same θ, per example
     if the loss is a sum."""

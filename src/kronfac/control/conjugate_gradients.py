@@ -13,7 +13,7 @@ import torch
 from kronfac.control.base import ParameterVector
 from kronfac.control.quadratic_form import model_change
 from kronfac.control.quadratic_model import QuadraticModel, minimiser
-from kronfac.layers import dot
+from kronfac.vector import dot
 
 
 @dataclass(frozen=True)

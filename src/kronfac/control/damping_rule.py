@@ -2,17 +2,19 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from kronfac.control.base import Rule
 from kronfac.control.lambda_search import LambdaSearch
+from kronfac.ranges import Range
+from kronfac.storage import Storable
 
 
 @dataclass(frozen=True)
-class DampingState:
+class DampingState(Storable):
     """λ. A rule that remembers more adds fields."""
 
-    lambda_: float
+    lambda_: Annotated[float, Range(0, nan=True)]
     """NaN for one that the first step finds."""
 
 

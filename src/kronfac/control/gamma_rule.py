@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from kronfac.control.base import Measurement, Rule
+from kronfac.ranges import Positive
+from kronfac.storage import Storable
 
 
 @dataclass(frozen=True)
-class GammaState:
+class GammaState(Storable):
     """γ. A rule that remembers more adds fields."""
 
-    gamma: float
+    gamma: Positive
 
 
 G = TypeVar("G", bound=GammaState)

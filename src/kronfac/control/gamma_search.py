@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from kronfac.control.base import Measurement
+from kronfac.control.base import PACE, Measurement
 from kronfac.control.gamma_rule import GammaRule, GammaState, tied_gamma
 
 FLOOR = 1e-4
@@ -29,7 +29,7 @@ class GammaSearch(GammaRule[GammaState]):
     """
 
     interval: int = 20
-    factor: float = (19 / 20) ** 0.5
+    factor: float = PACE**0.5
     minimum: float | None = None
     maximum: float = math.inf
     criterion: Literal["model", "objective"] = "model"

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kronfac.control.base import Measurement
+from kronfac.control.base import PACE, Measurement
 from kronfac.control.damping_rule import DampingRule, DampingState, check_lambda
 
 GOOD, POOR = 3 / 4, 1 / 4
@@ -26,7 +26,7 @@ class LevenbergMarquardt(DampingRule[DampingState]):
 
     lambda_: float = 1.0
     interval: int = 5
-    decay: float = 19 / 20
+    decay: float = PACE
 
     def __post_init__(self) -> None:
         check_lambda(self.lambda_)

@@ -19,14 +19,16 @@ again. If h = 1 is still too much, less than κ of a step is taken.
 
 import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from kronfac.control.base import ROUNDING, Measurement, ParameterVector
+from kronfac.control.base import ROUNDING, TRUST, Measurement, ParameterVector
 from kronfac.control.quadratic_form import Coefficients, Matrix, model_change
+from kronfac.ranges import Count, Range
 
 COST = 1 / 3
-"""Share of what M predicts for the part along Δ that u may take back."""
-NOISE, TRUST = 0.25, 0.5
-"""Part of M's predictions confirmed at which steps count as noise, and at which M is trusted."""
+"""Share of what M predicts for the part along Δ that u may give up."""
+NOISE = TRUST / 2
+"""Part of M's predictions confirmed below which steps count as noise."""
 AVERAGING, COMPARING = 5, 20
 """Iterations from one that θ̄ takes in to the next, and from one comparison of θ̄ with θ to the next."""
 LONGEST_STRIDE = 1.5
@@ -39,11 +41,11 @@ LEAST_TAKEN = 0.01
 class MemoryState:
     """What `LongMemory` remembers."""
 
-    length: float = math.inf
+    length: Annotated[float, Range(0, above=True, infinite=True)] = math.inf
     """h at the most; below 1, the share of κ that is taken."""
     average: ParameterVector | None = None
     """θ̄, the average of recent iterates, while mini-batches are noisy."""
-    start: int = 0
+    start: Count = 0
     """The iteration at which θ̄ began."""
 
 

@@ -19,7 +19,7 @@ DEPENDENT = 64
 
 
 def minimiser(Q: Matrix, r: Coefficients, precision: float) -> tuple[float, ...]:
-    """argmin ½ cᵀQc + rᵀc over one or two coefficients, the smallest of them where there are several.
+    """argmin ½ cᵀQc + rᵀc over one or two coefficients, the smallest minimiser if there are several.
 
     For directions of unit curvature Q is [[1, x], [x, 1]], with the eigenvalues 1 ± x along (1, ±1).
     """
@@ -42,7 +42,7 @@ def minimiser(Q: Matrix, r: Coefficients, precision: float) -> tuple[float, ...]
 def clip_to_objective(step: Step, objective: float, least: float = 0.0) -> tuple[Step, float]:
     """The part of the step that takes M from `objective` to `least`, if it would go below, and its share.
 
-    Losses are not negative. On a few cases that are all but fitted the Fisher has hardly any curvature
+    Losses are not negative. On a few examples that are all but fitted the Fisher has hardly any curvature
     left, and the minimiser of M is far outside of where M says anything.
 
     At c δ, M has changed by c g + c² q/2 with g = ∇hᵀδ and q the curvature along δ.
@@ -67,7 +67,7 @@ def clip_to_objective(step: Step, objective: float, least: float = 0.0) -> tuple
 class QuadraticModel(StepRule):
     """(α, μ) = argmin M: δ = αΔ + μδ₀, or δ = αΔ with `momentum=False`.
 
-    With `bounded=True`, KFAC's own choice, a step on which M would become negative is cut where it is 0.
+    With `bounded=True`, KFAC's own choice, a step along which M would become negative ends at M = 0.
     With `memory`, KFAC's own choice too, the step is another while the next mini-batches confirm less than
     half of what M predicts (`long_memory.py`).
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from kronfac.control.base import Measurement, ParameterVector, Rule
 from kronfac.control.long_memory import LongMemory, MemoryState
 from kronfac.control.quadratic_form import Coefficients, Matrix
+from kronfac.storage import Storable
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class StepState:
+class StepState(Storable):
     """The momentum buffer, and a memory of the rule's own."""
 
     momentum: ParameterVector | None = None

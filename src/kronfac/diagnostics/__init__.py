@@ -7,7 +7,7 @@
     damping_sweep(optimizer, closure, gammas)        what the next step would improve, by its γ
 
 Matrices here are dense, in float64 and without sampling: the expectation over the model's own y is in
-closed form, that over x is the mean over the given cases. That suits networks of a few thousand
+closed form, that over x is the mean over the given examples. That suits networks of a few thousand
 weights, or a few layers of a larger one (`layers=`); more is refused with the memory it would need.
 
 The rows and columns of every matrix are the entries of θ = [vec(W₁); vec(W₂); …], vec stacking the

@@ -57,7 +57,7 @@ class ApproximationError:
 
     @classmethod
     def of(cls, F: BlockMatrix, F_tilde: BlockMatrix, terms: Cumulants) -> "ApproximationError":
-        """From the matrices themselves, where they are at hand."""
+        """From the matrices themselves, if they are at hand."""
         comparison = compare(F, F_tilde)
         bound = terms.bound()
         return cls(

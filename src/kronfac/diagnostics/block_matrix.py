@@ -27,7 +27,7 @@ class BlockMatrix:
 
     dense: Tensor  # (weights, weights)
     names: tuple[str, ...]
-    """Of the layers."""
+    """Names of the layers."""
     sizes: tuple[int, ...]
     """Weights of each layer, biases included."""
 

@@ -1,6 +1,6 @@
-"""What each case contributes to the Fisher: ā of every layer, and vectors g that stand for all y.
+"""What each example contributes to the Fisher: ā of every layer, and vectors g that stand for all y.
 
-For a case x the model's own distribution over y enters only through E_y[g gᵀ] = Jᵀ F_R J, J = ∂f/∂s.
+For an example x the model's own distribution over y enters only through E_y[g gᵀ] = Jᵀ F_R J, J = ∂f/∂s.
 With F_R = Σ_k r_k r_kᵀ (`Likelihood.fisher_root_columns`) it is Σ_k g⁽ᵏ⁾ g⁽ᵏ⁾ᵀ for g⁽ᵏ⁾ = Jᵀ r_k: one
 backward pass for each output, and no sampling. The objective's scale c is in g, as √c.
 """
@@ -8,35 +8,37 @@ backward pass for each output, and no sampling. The objective's scale c is in g,
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from kronfac.curvature import ExactFisher, SummedGradient, Tap, Taps
+from kronfac.curvature.fisher import Outputs
 from kronfac.errors import UnsupportedModelError
-from kronfac.layers import Layer, find_layers
-from kronfac.minibatch import Call, as_matrix
+from kronfac.linearization import Traced
+from kronfac.network import Buffers, LossCall, ModelCall, Network, Pass, Unit, find_units
+from kronfac.network.chain import chain_network
 from kronfac.objective import objective_of
-from kronfac.statistics import ExactFisher, capture, chain_order
 
 Inputs = Tensor | tuple[Tensor, ...]
 
-# Doubles of work space that a chunk of cases may take: 64 MB, which is more than the caches and less
+# Doubles of work space that a chunk of examples may take: 64 MB, which is more than the caches and less
 # than anybody minds.
 WORK_SPACE = 2**23
 
 
 @dataclass(frozen=True)
 class LayerCases:
-    """Some cases, as one layer sees them."""
+    """Some examples, as one layer sees them."""
 
-    a: Tensor  # (cases, in+1)
-    g: Tensor  # (outputs, cases, out): Σ over the first dimension is E_y
+    a: Tensor  # (examples, in+1)
+    g: Tensor  # (outputs, examples, out): Σ over the first dimension is E_y
 
 
 class Cases:
-    """The cases of a diagnostic and the layers it is of, gone through in chunks."""
+    """The examples and the layers of a diagnostic, gone through in chunks."""
 
     def __init__(
         self,
@@ -65,16 +67,19 @@ class Cases:
                 f"{[len(arg) for arg in self._args]}."
             )
         self._outputs = self._output_shape()
-        trained = find_layers(self._model)
-        self._chain, self._not_a_chain = self._find_chain(trained)
-        self.layers = _select(self._chain or trained, layers)
-        case_weight = self._objective.case_weight(self.count, math.prod(self._outputs))
-        self._scale = math.sqrt(case_weight)
+        found = find_units(self._model, other="refuse")
+        self._network = Network(
+            self._model, found.units, found.sites, self._objective, Buffers(self._model)
+        )
+        self._chain, self._not_a_chain = self._find_chain()
+        self.layers = _select(list(self._network.units), layers)
+        whole = self._objective.declare(torch.Size((self.count, *self._outputs)))
+        self._scale = math.sqrt(whole.total_weight)
         self._chunk = chunk or self._default_chunk()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the layers."""
+        """Names of the layers."""
         return tuple(layer.name for layer in self.layers)
 
     @property
@@ -88,26 +93,22 @@ class Cases:
         return tuple(d_out * d_in for d_out, d_in in self.shapes)
 
     def __iter__(self) -> Iterator[list[LayerCases]]:
-        """Chunk after chunk, one entry a layer."""
+        """Chunk after chunk, one entry per layer."""
         for args in self._parts():
-            with torch.enable_grad(), capture(self.layers) as captured:
-                outputs = as_matrix(self._model(*args))
-            edges = captured.outputs()
-            columns = ExactFisher().vectors(
-                self._objective.likelihood, outputs.detach(), None, None
-            )
-            grads = [
-                torch.autograd.grad(outputs, edges, r * self._scale, retain_graph=True)
-                for r in columns
+            view = Traced(self._network, self._pass(args))
+            outputs = [
+                Outputs(terms, z) for terms, z in zip(view.part.terms, view.outputs, strict=True)
+            ]
+            passes = [
+                self._select(view.taps([None if v is None else v * self._scale for v in vectors]))
+                for vectors in ExactFisher().vectors(outputs)
             ]
             yield [
                 LayerCases(
-                    _only(layer.inputs(x), layer),
-                    torch.stack([_only(layer.output_grads(g), layer) for g in g_columns]),
+                    _only(taps[0].inputs, unit),
+                    torch.stack([_only(tap.grads, unit) for tap in taps]),
                 )
-                for layer, x, g_columns in zip(
-                    self.layers, captured.inputs(), zip(*grads, strict=True), strict=True
-                )
+                for unit, *taps in zip(self.layers, *passes, strict=True)
             ]
 
     @torch.no_grad()
@@ -115,15 +116,36 @@ class Cases:
         """E[ā] of every layer, (in+1,), by forward passes alone."""
         sums: list[Tensor] | None = None
         for args in self._parts():
-            with torch.enable_grad(), capture(self.layers) as captured:
-                self._model(*args)
+            view = Traced(self._network, self._pass(args))
+            zeros = [torch.zeros_like(z) for z in view.outputs]
+            taps = self._select(view.taps(zeros))
             parts = [
-                _only(layer.inputs(x), layer).sum(dim=0)
-                for layer, x in zip(self.layers, captured.inputs(), strict=True)
+                _only(tap.inputs, unit).sum(dim=0)
+                for tap, unit in zip(taps, self.layers, strict=True)
             ]
             sums = parts if sums is None else [s + p for s, p in zip(sums, parts, strict=True)]
         assert sums is not None
         return [s / self.count for s in sums]
+
+    def _pass(self, args: tuple[Tensor, ...]) -> Pass:
+        """A pass over some examples, with their terms unscaled."""
+        shape = torch.Size((len(args[0]), *self._outputs))
+        terms = replace(self._objective.declare(shape), scale=1.0)
+        return Pass((ModelCall(args, {}, (0,)),), (LossCall(0, terms),))
+
+    def _select(self, taps: Sequence[Taps]) -> list[Tap]:
+        """The one tap of each layer that this is of."""
+        number = {id(unit): n for n, unit in enumerate(self._network.units)}
+        found = []
+        for unit in self.layers:
+            own = taps[number[id(unit)]]
+            if isinstance(own, SummedGradient) or len(own) != 1:
+                raise UnsupportedModelError(
+                    "The exact expectations are for layers that are used once; layer "
+                    f"{unit.name!r} is not. Leave it out with layers=[names]."
+                )
+            found.append(own[0])
+        return found
 
     def chain_problem(self) -> str | None:
         """Why these layers are not neighbours in a chain, in order; None if they are [MG15 §4.3]."""
@@ -135,13 +157,15 @@ class Cases:
             return None
         return f"F̂ needs layers that follow each other in the network's chain {chain}; got {names}."
 
-    def _find_chain(self, trained: list[Layer]) -> tuple[list[Layer], str | None]:
+    def _find_chain(self) -> tuple[list[Unit], str | None]:
         """The layers in their order, or why they have none."""
-        call = Call(self._args, {}, self.count, torch.Size((self.count, *self._outputs)))
         try:
-            return chain_order(self._model, trained, call), None
+            self._network = chain_network(
+                self._network, self._pass(tuple(arg[:2] for arg in self._args))
+            )
         except UnsupportedModelError as error:
             return [], str(error)
+        return list(self._network.units), None
 
     def _parts(self) -> Iterator[tuple[Tensor, ...]]:
         for start in range(0, self.count, self._chunk):
@@ -149,7 +173,7 @@ class Cases:
 
     @torch.no_grad()
     def _output_shape(self) -> torch.Size:
-        """Of one case."""
+        """The shape of the outputs of one example."""
         outputs = self._model(*(arg[:2] for arg in self._args))
         if not isinstance(outputs, Tensor) or outputs.dim() == 0:
             raise UnsupportedModelError(
@@ -161,7 +185,7 @@ class Cases:
         return outputs.shape[1:]
 
     def _default_chunk(self) -> int:
-        """So many cases that their products fit into the work space."""
+        """As many examples as have products that fit into the work space."""
         outs, ins = zip(*self.shapes, strict=True)
         widest = max(ins) ** 2 + max(outs) ** 2
         a_case: int = sum(ins) + math.prod(self._outputs) * sum(outs) + widest
@@ -176,7 +200,7 @@ def add(sums: dict[tuple[int, int], Tensor], pair: tuple[int, int], term: Tensor
         sums[pair] = term
 
 
-def _select(layers: list[Layer], names: Sequence[str] | None) -> list[Layer]:
+def _select(layers: list[Unit], names: Sequence[str] | None) -> list[Unit]:
     if names is None:
         return layers
     by_name = {layer.name: layer for layer in layers}
@@ -187,8 +211,8 @@ def _select(layers: list[Layer], names: Sequence[str] | None) -> list[Layer]:
     return [by_name[name] for name in names]
 
 
-def _only(rows: Tensor, layer: Layer) -> Tensor:
-    """(cases, features) of (cases, shared, features), for layers that use their weights once."""
+def _only(rows: Tensor, layer: Unit) -> Tensor:
+    """(examples, features) of (examples, places, features), for layers that use their weights once."""
     if rows.shape[1] != 1:
         raise UnsupportedModelError(
             f"The exact expectations are for layers that use their weights once in a case; layer "

@@ -10,7 +10,7 @@ cumulants little is left. With ã = ā − E[ā],
     κ(ā, g⁽¹⁾, g⁽²⁾)        = E[ã g⁽¹⁾ g⁽²⁾]
     κ(ā⁽¹⁾, ā⁽²⁾, g⁽¹⁾, g⁽²⁾) = E[ã⁽¹⁾ ã⁽²⁾ g⁽¹⁾ g⁽²⁾] − E[ã⁽¹⁾ ã⁽²⁾] E[g⁽¹⁾ g⁽²⁾].
 
-The first of these moments are a (cases, in') × (cases, out·out') product for a pair of layers, the
+The first of these moments are an (examples, in') × (examples, out·out') product for a pair of layers, the
 second are what `exact.fourth_moments` makes of centred inputs.
 """
 
@@ -57,7 +57,7 @@ def cumulants(
     chunk: int | None = None,
     max_gigabytes: float = MAX_GIGABYTES,
 ) -> Cumulants:
-    """The cumulants behind F − F̃, exact over the model's y and the cases x.
+    """The cumulants behind F − F̃, exact over the model's y and the examples x.
 
     The arguments are those of `exact_fisher`.
     """

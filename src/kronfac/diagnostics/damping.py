@@ -19,8 +19,8 @@ from kronfac.control import (
     StepRule,
 )
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
+from kronfac.evaluation import Point, RefusedError
 from kronfac.optimizer import KFAC
-from kronfac.point import Network, Point, RefusedError
 from kronfac.precision import full_precision
 from kronfac.report import Stopwatch
 from kronfac.settings import Settings
@@ -43,8 +43,8 @@ class Improvement:
     """A key of `RULES`."""
     gamma: float
     improvement: float
-    """h(θ) − h(θ + δ) on the mini-batch, weight decay included; −inf or NaN where h overflows, NaN
-    also where the damped factors can't be inverted."""
+    """h(θ) − h(θ + δ) on the mini-batch, weight decay included; −inf or NaN if h overflows, NaN
+    also if the damped factors can't be inverted."""
     predicted: float
     """M(0) − M(δ)."""
     alpha: float
@@ -73,9 +73,8 @@ def damping_sweep(
         raise ValueError(
             "damping_sweep needs λ, which AdaptiveDamping finds in the first step; take that first."
         )
-    with full_precision(optimizer.layers[0].parameters()[0].device) as callers:
-        evaluated = optimizer._evaluate(closure, callers)
-        point = evaluated.point()
+    with full_precision(optimizer.network.device) as callers:
+        point = Point.of(optimizer._evaluate(closure, callers))
         found = []
         for name, rule in RULES.items():
             settings = replace(
@@ -91,15 +90,15 @@ def damping_sweep(
                 before = replace(
                     optimizer._state, gamma=GammaState(gamma), current=None, refresh=None
                 )
-                found.append(_improvement(name, gamma, evaluated.network, settings, point, before))
+                found.append(_improvement(name, gamma, settings, point, before))
     return found
 
 
 def _improvement(
-    name: str, gamma: float, network: Network, settings: Settings, point: Point, before: State
+    name: str, gamma: float, settings: Settings, point: Point, before: State
 ) -> Improvement:
     try:
-        report = compute_step(network, settings, point, before, Stopwatch()).report
+        report = compute_step(settings, point, before, Stopwatch()).report
     except (RefusedError, NonFiniteError, NotPositiveDefiniteError):
         nan = math.nan
         return Improvement(name, gamma, nan, nan, nan, nan)

@@ -1,8 +1,8 @@
 """The exact Fisher, dense [MG15 §3]: F_ij = E[ā_i ā_jᵀ ⊗ g_i g_jᵀ].
 
 An entry is E[ā⁽¹⁾ ā⁽²⁾ g⁽¹⁾ g⁽²⁾]. Taken as (Jᵀ F_R J) with the Jacobian of all weights it would cost
-cases · outputs · weights² multiplications. Here the sum over y comes first, so that a pair of layers
-takes one product of (cases, in·in') with (cases, out·out'): no factor for the outputs.
+examples · outputs · weights² multiplications. Here the sum over y comes first, so that a pair of layers
+takes one product of (examples, in·in') with (examples, out·out'): no factor for the outputs.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def exact_fisher(
     chunk: int | None = None,
     max_gigabytes: float = MAX_GIGABYTES,
 ) -> BlockMatrix:
-    """F = c E_x[Jᵀ F_R J] over the cases x, c being the objective's scale (1 for a mean loss).
+    """F = c E_x[Jᵀ F_R J] over the examples x, c being the objective's scale (1 for a mean loss).
 
     Example:
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -37,8 +37,8 @@ def exact_fisher(
         loss: any that `KFAC` accepts.
         x: inputs, or a tuple of them; targets play no part in the Fisher.
         layers: names of the layers, in the order of the blocks; None for all trained ones, in the
-            order of the chain where the model is one.
-        chunk: cases at a time; None for what takes some 64 MB.
+            order of the chain if the model is one.
+        chunk: examples at a time; None for what takes some 64 MB.
         max_gigabytes: refuse if the dense matrices would take more.
 
     Raises:
@@ -50,7 +50,7 @@ def exact_fisher(
 
 
 def fourth_moments(cases: Cases, means: Sequence[Tensor] | None = None) -> BlockMatrix:
-    """E[ā⁽¹⁾ ā⁽²⁾ g⁽¹⁾ g⁽²⁾] for all pairs of weights, with ā less `means` where these are given."""
+    """E[ā⁽¹⁾ ā⁽²⁾ g⁽¹⁾ g⁽²⁾] for all pairs of weights, with ā less `means` if these are given."""
     pairs = [(i, j) for j in range(len(cases.layers)) for i in range(j + 1)]
     sums: dict[tuple[int, int], Tensor] = {}
     for chunk in cases:
@@ -69,12 +69,12 @@ def fourth_moments(cases: Cases, means: Sequence[Tensor] | None = None) -> Block
 
 
 def outer_products(u: Tensor, v: Tensor) -> Tensor:
-    """u vᵀ of every case, flattened: (cases, p · q)."""
+    """u vᵀ of every example, flattened: (examples, p · q)."""
     return torch.einsum("cp,cq->cpq", u, v).flatten(1)
 
 
 def summed_products(g: Tensor, h: Tensor) -> Tensor:
-    """E_y[g hᵀ] = Σ_k g⁽ᵏ⁾ h⁽ᵏ⁾ᵀ of every case, flattened: (cases, out · out')."""
+    """E_y[g hᵀ] = Σ_k g⁽ᵏ⁾ h⁽ᵏ⁾ᵀ of every example, flattened: (examples, out · out')."""
     return torch.einsum("kcp,kcq->cpq", g, h).flatten(1)
 
 

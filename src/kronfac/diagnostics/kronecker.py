@@ -14,13 +14,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from kronfac.curvature import (
+    BlockDiagonalInverse,
+    BlockTridiagonalInverse,
+    Curvature,
+    FactoredTikhonov,
+    KroneckerMoments,
+    Link,
+)
+from kronfac.curvature.block_tridiagonal import DampedChain
 from kronfac.diagnostics.block_matrix import MAX_GIGABYTES, BlockMatrix, check_size, filled
 from kronfac.diagnostics.cases import Cases, Inputs, add
 from kronfac.errors import NotPositiveDefiniteError, UnsupportedModelError
-from kronfac.factors import KroneckerFactors
-from kronfac.inverses import BlockDiagonalInverse, BlockTridiagonalInverse, FactoredTikhonov
-from kronfac.inverses.block_tridiagonal import DampedBlockTridiagonal
-from kronfac.linalg import inverse_from_cholesky, symmetrize
+from kronfac.linalg import KroneckerProduct, inverse_from_cholesky, symmetrize
 from kronfac.linalg.kronecker import kron
 
 Blocks = tuple[tuple[Tensor, ...], ...]
@@ -82,7 +88,7 @@ class KroneckerFisher:
     A: Blocks  # A[i][j] (in_i, in_j)
     G: Blocks  # G[i][j] (out_i, out_j)
     names: tuple[str, ...]
-    """Of the layers."""
+    """Names of the layers."""
     chain_problem: str | None = None
     """Why there is no F̂, if there is none."""
     max_gigabytes: float = MAX_GIGABYTES
@@ -94,14 +100,12 @@ class KroneckerFisher:
         return tuple(len(self.A[i][i]) * len(self.G[i][i]) for i in range(len(self.names)))
 
     @property
-    def factors(self) -> KroneckerFactors:
+    def curvature(self) -> Curvature:
         """The factors that KFAC keeps of these, the diagonal and the neighbouring ones."""
         last = len(self.names) - 1
-        return KroneckerFactors(
-            A=tuple(self.A[i][i] for i in range(last + 1)),
-            G=tuple(self.G[i][i] for i in range(last + 1)),
-            A_next=tuple(self.A[i][i + 1] for i in range(last)),
-            G_next=tuple(self.G[i][i + 1] for i in range(last)),
+        return Curvature(
+            blocks=tuple(KroneckerMoments(self.A[i][i], self.G[i][i]) for i in range(last + 1)),
+            links=tuple(Link(self.A[i][i + 1], self.G[i][i + 1]) for i in range(last)),
         )
 
     def damped(self, gamma: float, tikhonov: FactoredTikhonov | None = None) -> "KroneckerFisher":
@@ -133,7 +137,7 @@ class KroneckerFisher:
     def block_diagonal(self) -> BlockMatrix:
         """F̆ = diag(F̃₁₁, F̃₂₂, …)."""
         self._check_size("F̆", 2)
-        blocks = [kron(A, G) for A, G in zip(self.factors.A, self.factors.G, strict=True)]
+        blocks = [block.dense() for block in self.curvature.blocks]
         return BlockMatrix(torch.block_diag(*blocks), self.names, self.sizes)
 
     def block_diagonal_inverse(self) -> BlockMatrix:
@@ -145,8 +149,8 @@ class KroneckerFisher:
         self._check_size("F̆⁻¹", 2)
         self._check_factors()
         # The damping is in the factors already, if they are damped.
-        damped = BlockDiagonalInverse().prepare(self.factors).damped(0.0)
-        blocks = [block.to_dense() for block in damped.blocks]
+        damped = BlockDiagonalInverse().prepare(self.curvature).damped(0.0)
+        blocks = [piece.to_dense() for piece in damped.pieces]  # type: ignore[union-attr]
         return BlockMatrix(torch.block_diag(*blocks), self.names, self.sizes)
 
     def block_tridiagonal(self) -> BlockMatrix:
@@ -187,11 +191,18 @@ class KroneckerFisher:
 
         return filled(self.names, self.sizes, block, like=Lambda[0])
 
-    def _chain(self) -> DampedBlockTridiagonal:
+    def _chain(self) -> DampedChain:
         if self.chain_problem is not None:
             raise UnsupportedModelError(self.chain_problem)
         self._check_factors()
-        return BlockTridiagonalInverse().prepare(self.factors).damped(0.0)
+        curvature = self.curvature
+        if len(curvature.blocks) == 1:
+            (piece,) = BlockDiagonalInverse().prepare(curvature).damped(0.0).pieces
+            assert isinstance(piece, KroneckerProduct)
+            return DampedChain((piece,), (), ())
+        (chain,) = BlockTridiagonalInverse().prepare(curvature).damped(0.0).pieces
+        assert isinstance(chain, DampedChain)
+        return chain
 
     def _written_out(self, A: Blocks, G: Blocks) -> BlockMatrix:
         return filled(self.names, self.sizes, lambda i, j: kron(A[i][j], G[i][j]), like=A[0][0])
@@ -207,7 +218,7 @@ class KroneckerFisher:
 
 
 def _strict_cholesky(M: Tensor, name: str) -> Tensor:
-    """L with L Lᵀ = M, refused where rounding decides what L is."""
+    """L with L Lᵀ = M, refused if rounding decides what L is."""
     L: Tensor
     L, info = torch.linalg.cholesky_ex(M)
     pivots = L.diagonal().square()

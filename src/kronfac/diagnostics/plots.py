@@ -21,7 +21,7 @@ DASHES = "#56B4E9"
 
 
 MAX_PIXELS = 1000
-"""Of a side of a picture; larger matrices are averaged down, as the eye would do."""
+"""Longest side of a picture; larger matrices are averaged down, as the eye would do."""
 
 
 def white_level(matrix: BlockMatrix, quantile: float = 0.97) -> float:

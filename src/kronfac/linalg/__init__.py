@@ -1,6 +1,11 @@
 """Linear algebra that knows nothing of networks: tensors in, tensors out."""
 
-from kronfac.linalg.kronecker import EigenKroneckerSum, KroneckerProduct, low_rank_pays
+from kronfac.linalg.kronecker import (
+    EigenKroneckerSum,
+    KroneckerProduct,
+    OuterProduct,
+    low_rank_pays,
+)
 from kronfac.linalg.kronecker_difference import (
     KroneckerDifferenceInverse,
     SmithDifferenceInverse,
@@ -9,20 +14,24 @@ from kronfac.linalg.kronecker_difference import (
 )
 from kronfac.linalg.parallel import each, in_background
 from kronfac.linalg.spd import (
+    Failure,
     add_to_diagonal,
     cholesky,
     eigh,
     inverse,
     inverse_from_cholesky,
     shifted_choleskys,
+    shifted_inverse,
     shifted_inverses,
     symmetrize,
 )
 
 __all__ = [
     "EigenKroneckerSum",
+    "Failure",
     "KroneckerDifferenceInverse",
     "KroneckerProduct",
+    "OuterProduct",
     "SmithDifferenceInverse",
     "add_to_diagonal",
     "cholesky",
@@ -34,6 +43,7 @@ __all__ = [
     "inverse_from_cholesky",
     "low_rank_pays",
     "shifted_choleskys",
+    "shifted_inverse",
     "shifted_inverses",
     "smith",
     "symmetrize",

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kronfac.ranges import NotNegative
+from kronfac.storage import Shapes, Storable
+
 
 def kron(A: Tensor, B: Tensor) -> Tensor:
     """A ⊗ B for any strides; `torch.kron` fails on some."""
@@ -21,31 +24,56 @@ def low_rank_pays(shape: tuple[int, int], cases: int) -> bool:
 
 
 @dataclass(frozen=True)
-class KroneckerProduct:
-    """A ⊗ G, for symmetric A and G."""
+class OuterProduct:
+    """V = 𝒢ᵀ𝒜 by its factors, which for few examples are cheaper to multiply than V is [MG15 §8, end]."""
 
-    A: Tensor  # (in, in)
-    G: Tensor  # (out, out)
-
-    def mv(self, V: Tensor) -> Tensor:
-        """G V A."""
-        return self.G @ V @ self.A
-
-    def mv_low_rank(self, output_grads: Tensor, inputs: Tensor) -> Tensor:
-        """G (𝒢ᵀ 𝒜) A, from 𝒢 (m, out) and 𝒜 (m, in), without forming 𝒢ᵀ 𝒜 [MG15 §8, end]."""
-        return (output_grads @ self.G).mT @ (inputs @ self.A)
-
-    def low_rank_pays(self, cases: int) -> bool:
-        """Whether `mv_low_rank` needs fewer multiplications than `mv` for this many cases."""
-        return low_rank_pays((len(self.G), len(self.A)), cases)
+    grads: Tensor  # 𝒢 (m, out)
+    inputs: Tensor  # 𝒜 (m, in)
 
     def to_dense(self) -> Tensor:
-        """The (in·out, in·out) matrix."""
-        return kron(self.A, self.G)
+        """V."""
+        return self.grads.mT @ self.inputs
+
+    def pays(self) -> bool:
+        """Whether a product with A ⊗ G needs fewer multiplications by way of the factors."""
+        shape = self.grads.shape[1], self.inputs.shape[1]
+        return low_rank_pays(shape, len(self.grads))
 
 
 @dataclass(frozen=True)
-class EigenKroneckerSum:
+class KroneckerProduct(Storable):
+    """A ⊗ G, for symmetric A and G; a diagonal one may be given as a vector."""
+
+    A: Tensor  # (in, in), or (in,)
+    G: Tensor  # (out, out), or (out,)
+
+    def shapes(self, rows: int, columns: int) -> Shapes:
+        """Square sides, or their diagonals."""
+        return {"A": [(columns, columns), (columns,)], "G": [(rows, rows), (rows,)]}
+
+    def mv(self, V: Tensor | OuterProduct) -> Tensor:
+        """G V A."""
+        if not isinstance(V, OuterProduct):
+            return _right(_left(self.G, V), self.A)
+        if not V.pays():
+            return self.mv(V.to_dense())
+        return _right(V.grads, self.G).mT @ _right(V.inputs, self.A)
+
+    def to_dense(self) -> Tensor:
+        """The (in·out, in·out) matrix."""
+        return kron(*(torch.diag(M) if M.dim() == 1 else M for M in (self.A, self.G)))
+
+
+def _left(M: Tensor, V: Tensor) -> Tensor:
+    return M[:, None] * V if M.dim() == 1 else M @ V
+
+
+def _right(V: Tensor, M: Tensor) -> Tensor:
+    return V * M if M.dim() == 1 else V @ M
+
+
+@dataclass(frozen=True)
+class EigenKroneckerSum(Storable):
     """(C ⊗ D + ξ I)⁻¹ in the eigenbases of C and D, the simpler form at the end of [MG15 App. B].
 
     vec(V) ↦ vec(E_D [(E_Dᵀ V E_C) ⊘ (s_D s_Cᵀ + ξ)] E_Cᵀ)
@@ -55,7 +83,12 @@ class EigenKroneckerSum:
     s_C: Tensor  # (in,)
     E_D: Tensor  # (out, out)
     s_D: Tensor  # (out,)
-    xi: float
+    xi: NotNegative
+
+    def shapes(self, rows: int, columns: int) -> Shapes:
+        """Eigenbases and eigenvalues."""
+        bases: Shapes = {"E_C": (columns, columns), "E_D": (rows, rows)}
+        return {**bases, "s_C": (columns,), "s_D": (rows,)}
 
     def mv(self, V: Tensor) -> Tensor:
         """(C ⊗ D + ξ I)⁻¹ applied to V."""

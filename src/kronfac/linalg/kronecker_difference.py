@@ -22,8 +22,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kronfac.errors import StateError
 from kronfac.linalg.kronecker import kron
 from kronfac.linalg.spd import eigh, inverse_from_cholesky
+from kronfac.storage import Layout, Shapes, Storable
 
 
 def _solve_lower(L: Tensor, B: Tensor) -> Tensor:
@@ -49,7 +51,7 @@ def _scaled_left_singular(X: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class KroneckerDifferenceInverse:
+class KroneckerDifferenceInverse(Storable):
     """(A ⊗ B + sign · C ⊗ D)⁻¹, by decomposition.
 
     V ↦ B⁻¹VA⁻¹ − sign · K₂[(K₂ᵀVK₁) ⊘ (11ᵀ + sign · s₂s₁ᵀ)]K₁ᵀ
@@ -60,6 +62,11 @@ class KroneckerDifferenceInverse:
     K1: Tensor  # (in, r1)
     K2: Tensor  # (out, r2)
     weights: Tensor  # (r2, r1): −sign / (1 + sign s₂s₁ᵀ)
+
+    def shapes(self, rows: int, columns: int) -> Shapes:
+        """Those above, with ranks r1 and r2."""
+        inverses: Shapes = {"A_inv": (columns, columns), "B_inv": (rows, rows)}
+        return {**inverses, "K1": (columns, "r1"), "K2": (rows, "r2"), "weights": ("r2", "r1")}
 
     def mv(self, V: Tensor) -> Tensor:
         """The inverse applied to V (out, in)."""
@@ -78,7 +85,7 @@ def decompose(
     """Prepare (L₁L₁ᵀ ⊗ L₂L₂ᵀ + sign · R₁R₁ᵀ ⊗ R₂R₂ᵀ)⁻¹; with sign −1 the difference must be positive."""
     P1, s1 = _scaled_left_singular(_solve_lower(L1, R1), f"{name}, input side")
     P2, s2 = _scaled_left_singular(_solve_lower(L2, R2), f"{name}, output side")
-    # Where s₂s₁ is below ε the correction is lost in rounding beside the 1 that it is added to.
+    # If s₂s₁ is below ε the correction is lost in rounding beside the 1 that it is added to.
     # Damped statistics have many such columns, all the more the stronger the damping.
     epsilon = torch.finfo(s1.dtype).eps
     keep1, keep2 = s1 * s2.max() > epsilon, s2 * s1.max() > epsilon
@@ -100,7 +107,7 @@ def decompose(
 
 
 @dataclass(frozen=True)
-class SmithDifferenceInverse:
+class SmithDifferenceInverse(Storable):
     """(A ⊗ B + sign · C ⊗ D)⁻¹ by Smith's iteration with squaring [MG15 App. B].
 
     U = B⁻¹VA⁻¹ − sign · (B⁻¹D)U(CA⁻¹) is a fixed-point equation; its 2ʲ-th iterate takes j squarings
@@ -111,6 +118,20 @@ class SmithDifferenceInverse:
     B_inv: Tensor  # (out, out)
     lefts: tuple[Tensor, ...]  # −sign·B⁻¹D and its powers 2, 4, 8, … (out, out)
     rights: tuple[Tensor, ...]  # CA⁻¹ and its powers (in, in)
+
+    def shapes(self, rows: int, columns: int) -> Shapes:
+        """All square."""
+        inside, outside = (columns, columns), (rows, rows)
+        return {"A_inv": inside, "B_inv": outside, "lefts": outside, "rights": inside}
+
+    def check(self, *units: Layout) -> None:
+        """Raise a StateError if it can't be of this unit."""
+        super().check(*units)
+        if len(self.lefts) != len(self.rights):
+            raise StateError(
+                f"The state's powers of {units[0].name!r} must be as many on the left as on the right; "
+                f"got {len(self.lefts)} and {len(self.rights)}. Load an earlier state."
+            )
 
     def mv(self, V: Tensor) -> Tensor:
         """The inverse applied to V (out, in)."""

@@ -1,7 +1,7 @@
 """One function on many matrices, several at a time: on a CPU each in a thread with a core to itself.
 
 LAPACK spreads a decomposition over the cores badly, the worse the smaller it is: its threads wait for each
-other after every panel, and do little else where another process has one of the cores.
+other after every panel, and do little else if another process has one of the cores.
 """
 
 import os
@@ -45,14 +45,14 @@ def each(function: Callable[..., R], matrices: Sequence[Tensor], *others: Sequen
             futures[i].result() if i in futures else function(*a) for i, a in enumerate(arguments)
         ]
     finally:
-        for future in futures.values():  # what is left where one failed
+        for future in futures.values():  # what is left if one failed
             future.cancel()
 
 
 def in_background(work: Callable[[], R]) -> Future[R] | None:
     """The result of `work`, from a thread with a core to itself, while the calling one goes on.
 
-    What is begun first is done first. None where no more threads are to be had, as when Python ends.
+    What is begun first is done first. None if no more threads are to be had, as when Python ends.
     """
     return _submit(_pool(1, "kronfac-background"), work)
 
@@ -66,7 +66,7 @@ def _submit(pool: ThreadPoolExecutor, work: Callable[[], R]) -> Future[R] | None
 
 @cache
 def _pool(threads: int, name: str = "kronfac") -> ThreadPoolExecutor:
-    """So many threads, each of which computes alone."""
+    """A pool of threads, each of which computes alone."""
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(threads, name, initializer=_alone)
     started = threading.Barrier(threads)

@@ -19,6 +19,7 @@ from kronfac.linalg.parallel import LARGE, each
 # The largest is what float32 statistics are uncertain by: beyond it the matrix is not a rounding
 # error away from positive definite but wrong.
 _JITTERS = (0.0, 1e-12, 1e-9, 1e-7, 1e-6)
+Failure = NonFiniteError | NotPositiveDefiniteError
 LARGE_ON_GPU = 512
 """Rows from which a matrix keeps a GPU busy by itself, and several at a time would only take memory."""
 
@@ -90,11 +91,24 @@ def shifted_choleskys(
     return each(_shifted_cholesky, matrices, shifts, names, _rooms(matrices))
 
 
+def shifted_inverse(A: Tensor, shift: Tensor, name: str = "matrix") -> Tensor:
+    """`inverse` of A + shift · I; a diagonal one may be given, and comes back, as a vector."""
+    if A.dim() == 2:
+        return inverse(add_to_diagonal(A, shift), name)
+    inverted = (A + shift).reciprocal_()
+    if not bool((inverted.isfinite() & (inverted > 0)).all()):
+        raise NotPositiveDefiniteError(f"{name} ({len(A)} × {len(A)}, diagonal) is not positive.")
+    return inverted
+
+
 def shifted_inverses(
     matrices: Sequence[Tensor], shifts: Sequence[Tensor], names: Sequence[str]
-) -> list[Tensor]:
-    """`inverse` of each A + shift · I: small ones of equal shape in one call, others in parallel."""
-    results: dict[int, Tensor] = {}
+) -> list[Tensor | Failure]:
+    """`shifted_inverse` of each: small ones of equal shape in one call, others in parallel.
+
+    A matrix that has no inverse leaves its error in its place.
+    """
+    results: dict[int, Tensor | Failure] = {}
     for indices in _equal_shapes(matrices):
         stack = torch.stack([matrices[i] for i in indices])
         stack.diagonal(dim1=1, dim2=2).add_(torch.stack([shifts[i] for i in indices])[:, None])
@@ -105,9 +119,14 @@ def shifted_inverses(
             inverses = [M.clone() for M in inverse_from_cholesky(L).unbind()]
             results |= zip(indices, inverses, strict=True)
 
-    def one(A: Tensor, shift: Tensor, name: str, room: Tensor) -> Tensor:
-        L = _shifted_cholesky(A, shift, name, room)
-        return torch.cholesky_inverse(L, out=L)
+    def one(A: Tensor, shift: Tensor, name: str, room: Tensor) -> Tensor | Failure:
+        try:
+            if A.dim() == 1:
+                return shifted_inverse(A, shift, name)
+            L = _shifted_cholesky(A, shift, name, room)
+            return torch.cholesky_inverse(L, out=L)
+        except (NonFiniteError, NotPositiveDefiniteError) as failure:
+            return failure.with_traceback(None)  # which holds what it was computed from
 
     rest = [i for i in range(len(matrices)) if i not in results]
     left = [matrices[i] for i in rest]
@@ -121,7 +140,7 @@ def _rooms(matrices: Sequence[Tensor]) -> list[Tensor]:
 
     It comes from the calling thread: what other threads take and give back, the C library keeps for them.
     """
-    return [M.new_empty(M.shape).mT for M in matrices]
+    return [M.new_empty(M.shape).mT if M.dim() == 2 else M for M in matrices]
 
 
 def _shifted_cholesky(A: Tensor, shift: Tensor, name: str, room: Tensor) -> Tensor:
@@ -138,7 +157,7 @@ def _equal_shapes(matrices: Sequence[Tensor]) -> list[list[int]]:
     """Indices of two or more small matrices of the same shape and kind."""
     groups: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
     for i, M in enumerate(matrices):
-        if len(M) < (LARGE if M.device.type == "cpu" else LARGE_ON_GPU):
+        if M.dim() == 2 and len(M) < (LARGE if M.device.type == "cpu" else LARGE_ON_GPU):
             groups.setdefault((len(M), M.dtype, M.device), []).append(i)
     return [indices for indices in groups.values() if len(indices) > 1]
 

@@ -1,7 +1,7 @@
 """What K-FAC asks of a predictive distribution R_{y|z} with natural parameters z.
 
-Layout: outputs z are (cases, outputs). Everything here is per case and unscaled; how cases are
-weighed in the objective is `Objective`'s business.
+Layout: outputs z are (terms, event). Everything here is per term and unscaled; how terms are weighed in
+the objective is the business of `Terms`.
 """
 
 from abc import ABC, abstractmethod
@@ -16,15 +16,15 @@ from kronfac.errors import TargetError
 
 
 class Likelihood(nn.Module, ABC):
-    """A predictive distribution; called as a loss it is −log r(y|z) averaged over the cases.
+    """A predictive distribution; called as a loss it is −log r(y|z) averaged over the terms.
 
-    The negative log-probability of a case is summed over its outputs, so that the loss is the paper's
+    The negative log-probability of a term is summed over its outputs, so that the loss is the paper's
     objective h(θ) = E[−log p(y|x, θ)] and not that divided by the number of outputs.
     """
 
     saturates: ClassVar[bool] = False
-    """Whether the score is a difference of probabilities, which has no digits left where a case is all but
-    certain: where −log r is of the size of the dtype's ε."""
+    """Whether the score is a difference of probabilities, which has no digits left if a term is all but
+    certain: if −log r is of the size of the dtype's ε."""
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean over terms of −log r(y|z)."""
@@ -32,15 +32,15 @@ class Likelihood(nn.Module, ABC):
 
     @abstractmethod
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Σ over cases of −log r(y|z), up to terms without z."""
+        """Σ over terms of −log r(y|z), up to summands without z."""
 
     @abstractmethod
     def noise(
         self, draws: int, outputs: torch.Size, like: Tensor, generator: torch.Generator
     ) -> Tensor:
-        """The random numbers for `draws` targets of each case, (draws, cases, …).
+        """The random numbers for `draws` targets of each term, (draws, terms, …).
 
-        Drawn apart from `sample` and for all cases at once, because a generator asked in chunks
+        Drawn apart from `sample` and for all terms at once, because a generator asked in chunks
         gives other numbers: this is what makes a step independent of the chunk size.
         """
 
@@ -50,7 +50,7 @@ class Likelihood(nn.Module, ABC):
 
     @abstractmethod
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """∂(−log r(y|z))/∂z, (cases, outputs)."""
+        """∂(−log r(y|z))/∂z, (terms, event)."""
 
     def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:
         """The score at a target that R_{y|z} itself drew: E[score scoreᵀ] = F_R."""
@@ -58,11 +58,11 @@ class Likelihood(nn.Module, ABC):
 
     @abstractmethod
     def fisher_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
-        """F_R v for each case; `vectors` is (…, cases, outputs)."""
+        """F_R v for each term; `vectors` is (…, terms, event)."""
 
     @abstractmethod
     def fisher_root_columns(self, outputs: Tensor) -> Iterator[Tensor]:
-        """Vectors r₁, r₂, … (cases, outputs) with Σ_j r_j r_jᵀ = F_R."""
+        """Vectors r₁, r₂, … (terms, event) with Σ_j r_j r_jᵀ = F_R."""
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse targets that do not fit, before broadcasting can make sense of them."""
@@ -85,7 +85,7 @@ def likelihood_loss(likelihood: Likelihood, outputs: Tensor, targets: Tensor) ->
 
 
 def unit_columns(scales: Tensor) -> Iterator[Tensor]:
-    """The columns of diag(scales) for each case, one output at a time: a diagonal Fisher's root."""
+    """The columns of diag(scales) for each term, one output at a time: a diagonal Fisher's root."""
     for j in range(scales.shape[-1]):
         column = torch.zeros_like(scales)
         column[..., j] = scales[..., j]

@@ -14,7 +14,7 @@ from kronfac.objective.base import Likelihood
 class Categorical(Likelihood):
     """One of K classes with logits z: F_R = diag(p) − p pᵀ, p = softmax(z).
 
-    Targets are class indices (cases,) or distributions over the classes (cases, K). Label smoothing
+    Targets are class indices (terms,) or distributions over the classes (terms, K). Label smoothing
     ε replaces a target q by (1 − ε) q + ε/K, which leaves the Fisher as it is.
     """
 
@@ -51,7 +51,7 @@ class Categorical(Likelihood):
         if not targets.is_floating_point():
             return _less_at_(p - uniform if smoothing else p, targets, 1 - smoothing)
         q = (1 - smoothing) * targets + uniform
-        # softmax · Σq, not softmax: the gradient of −Σ q log p also where q does not sum to one.
+        # softmax · Σq, not softmax: the gradient of −Σ q log p also if q does not sum to one.
         return p * q.sum(dim=-1, keepdim=True) - q
 
     def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:

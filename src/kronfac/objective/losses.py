@@ -66,7 +66,8 @@ def _mse(
     weights = None if weight is None else _rows(input, weight.detach())
     if weights is not None and mean:
         weights, scale = weights / weights.sum(), 1.0
-    return Terms(likelihood, _shape(input), scale, weights, _rows(input, target.detach()))
+    targets = _rows(input, target.detach())
+    return Terms(likelihood, _shape(input), scale, weights, targets, summed=not mean)
 
 
 def _bce(
@@ -87,7 +88,8 @@ def _bce(
         positive = _rows(input, 1 + (pos_weight.detach() - 1) * target.detach())
         weights = positive if weights is None else weights * positive
     scale = 1 / input.numel() if mean else 1.0
-    return Terms(likelihood, _shape(input), scale, weights, _rows(input, target.detach()))
+    targets = _rows(input, target.detach())
+    return Terms(likelihood, _shape(input), scale, weights, targets, summed=not mean)
 
 
 def _cross_entropy(
@@ -101,6 +103,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Terms:
     mean = _reduction("cross_entropy", reduction, size_average, reduce)
+    shape = torch.Size(input.shape)
     if input.dim() == 1:  # one example, without a batch dimension
         input, target = input.unsqueeze(0), target.unsqueeze(0)
     classes, soft = input.shape[1], target.is_floating_point()
@@ -125,8 +128,8 @@ def _cross_entropy(
         if weight is None and not targets.is_cuda and bool(kept.all()):
             # What is usual; on a GPU the question would cost a synchronisation.
             scale = 1 / len(targets) if mean else 1.0
-            shape = torch.Size(input.shape)
-            return Terms(Categorical(label_smoothing), shape, scale, None, targets, channels=True)
+            likelihood = Categorical(label_smoothing)
+            return Terms(likelihood, shape, scale, None, targets, not mean, channels=True)
         # Not −100, which is no class: whatever is there is multiplied by 0.
         targets = targets.where(kept, torch.zeros((), dtype=targets.dtype, device=targets.device))
         of_class = input.new_ones(()) if weight is None else weight.detach()[targets]
@@ -138,8 +141,8 @@ def _cross_entropy(
         weights = weights / counted
     elif mean:
         scale = 1 / len(targets)
-    shape = torch.Size(input.shape)
-    return Terms(Categorical(label_smoothing), shape, scale, weights, targets, channels=True)
+    likelihood = Categorical(label_smoothing)
+    return Terms(likelihood, shape, scale, weights, targets, not mean, channels=True)
 
 
 def _sum(weight: Tensor | None, classes: int) -> Tensor | float:

@@ -5,6 +5,7 @@ of one example. Its curvature in output space is s w_t F_R(z_t). Layout: outputs
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,28 +27,36 @@ class Terms:
     the number of those that are not ignored, is in here, so that no device is asked for it."""
     targets: Tensor | None = None
     """(terms, event), or class indices (terms,); None if they are not known."""
+    summed: bool = False
+    """Whether the loss is a sum over its terms, which grows with their number; else it is a mean."""
     channels: bool = False
-    """Whether the event is dimension 1 of the outputs, as in torch's (N, C, d₁, …); else it is all
-    dimensions but the first."""
+    """Whether the event is dimension 1 of the outputs, as in torch's (N, C, d₁, …), or the only one; else
+    it is all dimensions but the first."""
 
-    @property
+    @cached_property
     def event(self) -> int:
         """The number of outputs of a term."""
-        return self.shape[1] if self.channels else self.shape[1:].numel()
+        return self.shape[self._channel] if self.channels else self.shape[1:].numel()
 
     @property
+    def _channel(self) -> int:
+        return min(1, len(self.shape) - 1)
+
+    @cached_property
     def count(self) -> int:
         """The number of terms."""
         return self.shape.numel() // max(self.event, 1)
 
     def matrix(self, outputs: Tensor) -> Tensor:
         """Outputs (terms, event) from what the loss was called with; tangents (k, …) keep their k."""
+        if len(self.shape) == 2 and outputs.shape == self.shape:
+            return outputs
         extra = outputs.dim() - len(self.shape)
         if self.channels:
-            outputs = outputs.movedim(1 + extra, -1)
+            outputs = outputs.movedim(self._channel + extra, -1)
         return outputs.reshape(*outputs.shape[:extra], self.count, self.event)
 
-    def select(self, index: Tensor, shape: torch.Size) -> "Terms":
+    def select(self, index: Tensor | slice, shape: torch.Size) -> "Terms":
         """The terms with these indices, as outputs of this shape have them."""
         return replace(
             self,
@@ -59,9 +68,10 @@ class Terms:
     def scaled(self, factor: float | Tensor) -> "Terms":
         """The terms of the loss times a factor."""
         if not isinstance(factor, Tensor):
-            return replace(self, scale=self.scale * factor)
+            summed = self.summed and factor == 1
+            return replace(self, scale=self.scale * factor, summed=summed)
         weight = factor.expand(self.count) if self.weight is None else self.weight * factor
-        return replace(self, weight=weight)
+        return replace(self, weight=weight, summed=False)
 
     @property
     def total_weight(self) -> float:

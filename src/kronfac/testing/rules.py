@@ -11,7 +11,6 @@ A check raises `AssertionError` with the measurement that broke it.
 import copy
 import io
 import math
-import pickle
 import random
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -23,13 +22,15 @@ from torch import Tensor
 from kronfac.control import (
     AnyDampingRule,
     AnyGammaRule,
+    DampingState,
+    GammaRule,
     Measurement,
     Rule,
     StepRule,
     StepState,
 )
-from kronfac.inverses.base import pack
-from kronfac.packing import Unpacker
+from kronfac.errors import StateError
+from kronfac.storage import Unpacker, pack
 
 TRIALS = 200
 
@@ -74,6 +75,7 @@ def check_gamma_rule(rule: AnyGammaRule) -> None:
     """γ is positive and finite whatever was measured; what is remembered is pure and can be saved."""
     for m in measurements():
         state = rule.init(m)
+        _check_saving(state)
         for _ in range(3):
             candidates = _pure(rule.candidates, state, m)
             _require(bool(candidates), "there is no candidate", rule, m)
@@ -87,10 +89,57 @@ def check_gamma_rule(rule: AnyGammaRule) -> None:
             _require(state.gamma == candidates[-1], f"γ = {state.gamma} after the step", rule, m)
 
 
+def check_units(rule: AnyGammaRule | AnyDampingRule) -> None:
+    """λ goes as the units of the objective, γ as their root: training does not depend on them.
+
+    Not for rules with an absolute number in them, such as `FixedGamma(0.3)`.
+    """
+    for m in measurements():
+        for scale in (1e-8, 1e-3, 1e8):
+            ours, theirs = m, in_units(m, scale)
+            state, scaled = rule.init(ours), rule.init(theirs)
+            if isinstance(state, DampingState):
+                state, scaled = (
+                    replace(s, lambda_=x.lambda_) for s, x in ((state, ours), (scaled, theirs))
+                )
+            for _ in range(3):
+                if isinstance(rule, GammaRule):
+                    values = rule.candidates(state, ours), rule.candidates(scaled, theirs)
+                    _require(_proportional(*values, scale**0.5), f"γ = {values}", rule, theirs)
+                    ours, theirs = (
+                        replace(x, gamma=c[-1], candidates=c)
+                        for x, c in zip((ours, theirs), values, strict=True)
+                    )
+                state, scaled = rule.update(state, ours), rule.update(scaled, theirs)
+                if isinstance(state, DampingState):
+                    values = (state.lambda_,), (scaled.lambda_,)
+                    _require(_proportional(*values, scale), f"λ = {values}", rule, theirs)
+
+
+def in_units(m: Measurement, scale: float) -> Measurement:
+    """The same measurement of an objective that is `scale` times as large."""
+    linear = (
+        "loss", "weight_decay", "lambda_", "objective_scale", "resolution", "predicted_change",
+        "noise", "inverse_lambda", "sampling_error", "mean_curvature",
+    )  # fmt: skip
+    changes = {name: getattr(m, name) for name in linear}
+    changes = {name: value and scale * value for name, value in changes.items()}
+    root = scale**0.5
+    gammas = tuple(root * gamma for gamma in m.candidates)
+    return replace(m, gamma=root * m.gamma, candidates=gammas, **changes)
+
+
+def _proportional(ours: tuple[float, ...], theirs: tuple[float, ...], scale: float) -> bool:
+    return len(ours) == len(theirs) and all(
+        math.isclose(scale * a, b, rel_tol=1e-9) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
 def check_damping_rule(rule: AnyDampingRule) -> None:
     """λ is finite and not negative whatever was measured; what is remembered is pure and can be saved."""
     for m in measurements():
         state = rule.init(m)
+        _check_saving(state)
         if math.isnan(state.lambda_):  # the first step finds one
             state = replace(state, lambda_=m.lambda_)
         for k in range(1, 4):
@@ -126,15 +175,27 @@ def _check_update(rule: Rule[Any], state: Any, m: Measurement) -> Any:
 def _check_saving(state: Any) -> None:
     """What a rule remembers goes through a file, and is what it was."""
     assert is_dataclass(state), f"What a rule remembers is a dataclass; got {state!r}."
+    packed = pack(state)
+    assert _plain(packed), f"{state!r} holds what is no number and no tensor."
     file = io.BytesIO()
-    torch.save(pack(state), file)
+    torch.save(packed, file)
     file.seek(0)
+    packed = torch.load(file, weights_only=True)
+    kind = type(state)
     try:
-        packed = torch.load(file, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise AssertionError(f"{state!r} holds what is no number and no tensor.") from error
-    loaded = Unpacker(torch.device("cpu")).update(state, packed, "state")
+        loaded = Unpacker(torch.device("cpu"), classes=[kind]).unpack(kind, packed)
+    except StateError as error:
+        raise AssertionError(f"{state!r} can't be loaded: {error}") from error
     assert _same(loaded, state), f"{state!r} was saved and is {loaded!r}."
+
+
+def _plain(packed: Any) -> bool:
+    """Whether `torch.load(weights_only=True)` reads it; it knows exact types, not subclasses of them."""
+    if isinstance(packed, dict):
+        return all(type(key) is str and _plain(item) for key, item in packed.items())
+    if isinstance(packed, (list, tuple)):
+        return all(map(_plain, packed))
+    return packed is None or type(packed) in (bool, int, float, str) or isinstance(packed, Tensor)
 
 
 def _pure(function: Any, *args: Any) -> Any:

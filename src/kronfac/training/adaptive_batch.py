@@ -1,26 +1,26 @@
-"""Mini-batches that grow where noise holds training up, measured by the optimizer itself.
+"""Mini-batches that grow once noise is what slows training, measured by the optimizer itself.
 
 The norm test of Byrd, Chin, Nocedal and Wu (2012) lets the mini-batch grow when the variance N of its
 gradient is more than θ² times the squared gradient G. K-FAC has both in the metric that counts, that of
-the Fisher, at no cost: a full step is predicted to gain (G + N)/2 and gains (G − N)/2 on cases it was not
-made from, so ρ on the next mini-batch is (G − N)/(G + N), and the test N > θ²G is
+the Fisher, at no cost: a full step is predicted to gain (G + N)/2 and gains (G − N)/2 on examples that it
+was not made from, so ρ on the next mini-batch is (G − N)/(G + N), and the test N > θ²G is
 
     ρ < (1 − θ²)/(1 + θ²).
 
-Mini-batches of one pass over the data have no case in common, so that where one is above the average the
-others are below. With m of all n cases in each, a step that fits its own noise loses more on the next
-mini-batch than on all cases together, and the ρ of these is 1 − (1 − m/n) (1 − ρ). With more than half of
-the cases in each, some are in both, and it is 1 − m/n (1 − ρ).
+Mini-batches of one pass over the data have no example in common, so that if one is above the average the
+others are below. With m of all n examples in each, a step that fits its own noise loses more on the next
+mini-batch than on all examples together, whose ρ is 1 − (1 − m/n) (1 − ρ). With more than half of the
+examples in each, some are in both, and it is 1 − m/n (1 − ρ).
 
-ρ tells of one step. Where a step gains on the next mini-batch what noise takes away again soon after, it
-stays above the threshold while training stands still. That shows in the losses: if those of the last ten
+ρ is about one step. If noise soon takes away again what a step gains on the next mini-batch, ρ stays
+above the threshold while training stands still. That shows in the losses: if those of the last ten
 mini-batches are not lower than those of the ten before by more than the standard error of the difference,
 noise is what is left to fight.
 
-Over a pass the noise cancels. Where momentum with a long memory (`LongMemory`) remembers several passes of
+Over a pass the noise cancels. If momentum with a long memory (`LongMemory`) remembers several passes of
 eight mini-batches, their noise is gone from what it follows, and larger ones would only be fewer. From
-there on ρ, which is of a single step, says nothing of use, and m grows where the loss has stopped falling
-for as many mini-batches as are remembered.
+then on ρ, which is about a single step, says nothing of use, and m grows only when the loss has stopped
+falling for as many mini-batches as are remembered.
 """
 
 import math
@@ -34,7 +34,7 @@ from kronfac.report import StepReport
 from kronfac.training.batch_schedule import ScheduledBatchSampler
 
 PASS, PASSES = 8, 4
-"""Mini-batches in a pass over the data, and passes that momentum remembers, from where ρ is no guide."""
+"""Mini-batches in a pass over the data, and passes that momentum remembers, from which on ρ is no guide."""
 
 
 class Reporting(Protocol):
@@ -42,17 +42,17 @@ class Reporting(Protocol):
 
     @property
     def report(self) -> StepReport | None:
-        """Of the last step."""
+        """The report of the last step."""
         ...
 
 
 class AdaptiveBatchSampler(ScheduledBatchSampler):
     """Endless mini-batches of a size that grows with the noise.
 
-    Every case comes once before any comes again, in an order that is new each time: over such a pass the
+    Every example comes once before any comes again, in an order that is new each time: over such a pass the
     noise of the mini-batches cancels. With every ρ that the optimizer measures on a next mini-batch, an
     average of them below `threshold` makes m larger by the factor `growth`; and so does a loss that has
-    stopped falling by the factor `leap`. From an eighth of the cases on, if the optimizer remembers four
+    stopped falling by the factor `leap`. From an eighth of the examples on, if the optimizer remembers four
     passes over them, only the latter does, and with more patience.
 
     Works as `DataLoader(data, batch_sampler=sampler)`, or by `data[sampler.next_indices()]`, and continues
@@ -66,15 +66,15 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         ...     optimizer.step(optimizer.closure(x[rows], y[rows]))
 
     Args:
-        cases: Size of the data set.
+        cases: Number of examples in the data set.
         optimizer: A `KFAC` with `AdaptiveDamping`, which is its default.
-        initial: The first m; all cases where there are fewer.
-        final: The largest m; None for all cases.
+        initial: The first m; all examples if there are fewer.
+        final: The largest m; None for all examples.
         threshold: (1 − θ²)/(1 + θ²) of the norm test; 0 is θ = 1, more is less noise.
         growth: A factor.
         patience: Mini-batches whose losses are compared with those of as many before; None for never.
         leap: A factor.
-        seed: Of the sampler's own generator.
+        seed: Seed of the sampler's own generator.
     """
 
     def __init__(
@@ -206,6 +206,6 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
 
 
 def _moments(losses: list[float]) -> tuple[float, float]:
-    """Mean and variance; infinite where they are too large, for which Python's own raise errors."""
+    """Mean and variance; infinite if they are too large, for which Python's own raise errors."""
     mean = sum(losses) / len(losses)
     return mean, sum((loss - mean) * (loss - mean) for loss in losses) / (len(losses) - 1)

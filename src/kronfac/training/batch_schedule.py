@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from kronfac.errors import StateError
 
 # Added before rounding down, as in the authors' program, so that a size which is a whole number
-# on paper does not lose a case to floating point.
+# on paper does not lose an example to floating point.
 ROUNDING_SLACK = 1e-6
 
 
@@ -21,7 +21,7 @@ class ExponentialBatchSize:
     """The size of the k-th mini-batch, growing from `initial` to `final` in `iterations` steps.
 
     m_k = min(⌊initial · exp((k − 1) / b)⌋, final), b such that m_iterations = final [MG15 §13].
-    The paper has `initial` 1000, `final` the number of training cases and `iterations` 500.
+    The paper has `initial` 1000, `final` the number of training examples and `iterations` 500.
 
     Example:
         >>> schedule = ExponentialBatchSize(initial=1000, final=60_000, iterations=500)
@@ -66,9 +66,9 @@ class ScheduledBatchSampler(Sampler[list[int]]):
     of the training loop, and the state then counts the batches drawn, not those trained on.
 
     Args:
-        cases: Size of the data set.
+        cases: Number of examples in the data set.
         batch_size: m, or a function from k = 1, 2, … to m_k such as `ExponentialBatchSize`.
-        seed: Of the sampler's own generator.
+        seed: Seed of the sampler's own generator.
     """
 
     def __init__(self, cases: int, batch_size: int | Callable[[int], int], seed: int = 0) -> None:

@@ -9,6 +9,7 @@ import tyro
 
 from kronfac_experiments.ablation.rows import LONG, rows_named
 from kronfac_experiments.config import KfacOptions, TrainConfig, hint
+from kronfac_experiments.options import command_line, override
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class AblateConfig:
     """One seed, 40 iterations, mini-batches of 500, error on 2,000 cases: a few minutes, not half an
     hour."""
     iterations: Annotated[int | None, hint("INT", "100; 40 with --quick")] = None
-    """Of each run."""
+    """Iterations of each run."""
     batch: Annotated[int | None, hint("INT", "1000; 500 with --quick")] = None
     """Cases in a mini-batch."""
     lambda0: float = 1.0
@@ -76,9 +77,7 @@ class AblateConfig:
     @property
     def sizes(self) -> Sizes:
         """As given, or as the setting has them."""
-        usual = QUICK if self.quick else FULL
-        given = {name: getattr(self, name) for name in asdict(usual)}
-        return replace(usual, **{name: value for name, value in given.items() if value is not None})
+        return override(QUICK if self.quick else FULL, self)
 
     @property
     def source(self) -> TrainConfig:
@@ -115,6 +114,11 @@ class AblateConfig:
             seed=seed,
             average=iterations // 2 + 1,
         )
+
+    @property
+    def command(self) -> str:
+        """What to type for the same."""
+        return command_line("ablate", self, positional=("problem",))
 
     @property
     def setting(self) -> str:

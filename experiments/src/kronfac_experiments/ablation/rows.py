@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kronfac import presets
@@ -27,13 +28,20 @@ from kronfac.control import (
     StepState,
     TiedGamma,
 )
-from kronfac.factors import KroneckerFactors
-from kronfac.inverses import ApproximateInverse, BlockDiagonalInverse, DampedInverse
-from kronfac.inverses.base import Matrices
-from kronfac.inverses.damping import ExactTikhonov, FactoredTikhonov, Norm
+from kronfac.curvature import (
+    ApproximateInverse,
+    BlockDiagonalInverse,
+    Curvature,
+    DampedInverse,
+    EmpiricalFisher,
+    ExactTikhonov,
+    FactoredTikhonov,
+    SampledFisher,
+)
+from kronfac.curvature.damping import Norm
 from kronfac.objective.base import Likelihood
 from kronfac.optimizer import KFAC
-from kronfac.statistics import EmpiricalFisher, SampledFisher
+from kronfac.storage import Storable
 from kronfac_experiments.config import FirstOrderOptions, KfacOptions, TrainConfig
 from kronfac_experiments.optimizers import (
     FirstOrderStepper,
@@ -56,7 +64,7 @@ class Row:
 
     Args:
         name: What is different.
-        section: Of the paper, where it is stated.
+        section: Section of the paper, where it is stated.
         variants: The constants to choose by hand, in words, and how the optimizer is made with them;
             none for the averaged iterates of the row it is compared with.
         against: The row that it is compared with.
@@ -109,28 +117,36 @@ NESTEROV = "Nesterov momentum on the gradient"
 
 
 @dataclass(frozen=True)
-class _Identity(DampedInverse):
-    """v ↦ v."""
+class Identity(Storable):
+    """V ↦ V, for matrices V of `size` numbers."""
 
-    def mv(self, vectors: Sequence[Tensor]) -> Matrices:
-        return tuple(vectors)
+    size: int
+
+    def mv(self, V: Tensor) -> Tensor:
+        """A copy, which the caller may overwrite."""
+        return V.clone()
+
+    def to_dense(self) -> Tensor:
+        """I."""
+        return torch.eye(self.size)
+
+
+@dataclass(frozen=True)
+class _Identities:
+    sizes: tuple[int, ...]
+
+    def damped(self, gamma: float) -> DampedInverse:
+        """The same for every γ."""
+        return DampedInverse(tuple(map(Identity, self.sizes)))
 
 
 @dataclass(frozen=True)
 class NoInverse(ApproximateInverse):
     """No curvature in the direction: Δ = −∇h. The quadratic model still has the exact Fisher."""
 
-    def prepare(self, factors: KroneckerFactors) -> "NoInverse":
-        """Nothing to prepare."""
-        return self
-
-    def damped(self, gamma: float) -> DampedInverse:
-        """The same for every γ."""
-        return _Identity()
-
-    def load(self, packed: dict[str, Any]) -> DampedInverse:
-        """Nothing to load."""
-        return _Identity()
+    def prepare(self, curvature: Curvature) -> _Identities:
+        """The identity of every unit."""
+        return _Identities(tuple(block.size for block in curvature.blocks))
 
 
 @dataclass(frozen=True)

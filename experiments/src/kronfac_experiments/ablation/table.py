@@ -1,20 +1,18 @@
 """The rows as a table and as a picture."""
 
-import csv
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from rich.console import Console
-from rich.table import Table
 
 from kronfac_experiments.ablation.config import AblateConfig
 from kronfac_experiments.ablation.rows import WHOLE, Row
-from kronfac_experiments.ablation.trials import RESULT, Trial, Trials, best_variant, or_infinite
+from kronfac_experiments.ablation.trials import Trial, Trials, best_variant, or_infinite
+from kronfac_experiments.pages.document import Document, Picture, Table
+from kronfac_experiments.pages.drawn import BLACK, BLUE, VERMILION, png
 from kronfac_experiments.progress import number
 
 HEADINGS = ("", "section", "at ¼", "at ½", "at the end", "least – most", "ratio", "seconds")
@@ -40,13 +38,13 @@ class Line:
     half: float
     end: float
     least: float
-    """Of the errors at the end."""
+    """Smallest of the errors at the end."""
     most: float
     against: str
     ratio: float
     """Error at the end over that of the row it is compared with, seed by seed."""
     seconds: float
-    """Of the steps."""
+    """Time of the steps."""
 
 
 def lines_of(rows: Sequence[Row], trials: Trials, iterations: int) -> list[Line]:
@@ -105,30 +103,15 @@ def _end(row: Row, trial: Trial) -> float:
     return trial.end if row.variants else or_infinite(trial.averaged)
 
 
-def show(lines: Sequence[Line], console: Console) -> None:
-    """In the terminal."""
-    table = Table(HEADINGS[0])
-    for heading in HEADINGS[1:]:
-        table.add_column(heading, no_wrap=heading != "ratio")
-    for line in lines:
-        table.add_row(*_cells(line))
-    console.print(table)
-    console.print(EXPLANATION)
-
-
-def write(config: AblateConfig, lines: Sequence[Line]) -> list[Path]:
-    """As CSV and Markdown, and a picture; where all of it is."""
-    folder = config.folder
-    numbers, text, picture = (folder / f"ablate.{suffix}" for suffix in ("csv", "md", "png"))
-    with numbers.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(asdict(lines[0])), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(line) for line in lines)
-    rows = [HEADINGS, ["---"] * len(HEADINGS), *(_cells(line) for line in lines)]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    text.write_text(f"{config.setting}\n\n{table}\n\n{EXPLANATION}\n", encoding="utf-8")
-    _draw(config, lines).savefig(picture, dpi=160)
-    return [folder / RESULT, numbers, text, picture]
+def document(config: AblateConfig, command: str, lines: Sequence[Line]) -> Document:
+    """The table and the picture."""
+    return Document(
+        title="K-FAC with one thing changed",
+        command=command,
+        settings=f"{config.setting}.",
+        tables=[Table("Errors", HEADINGS, [_cells(line) for line in lines], EXPLANATION)],
+        picture=Picture("All rows", "Errors of all rows", png(_draw(config, lines))),
+    )
 
 
 def _cells(line: Line) -> list[str]:
@@ -163,7 +146,7 @@ def _draw(config: AblateConfig, lines: Sequence[Line]) -> Figure:
             axes.text(0.02, height, "diverged", transform=axes.get_yaxis_transform(), va="center")
             continue
         longer = line.iterations > config.sizes.iterations
-        colour, marker = ("#D55E00", "s") if longer else ("#0072B2", "o")
+        colour, marker = (VERMILION, "s") if longer else (BLUE, "o")
         axes.plot([line.least, line.most], [height, height], color=colour, linewidth=2)
         axes.plot(line.end, height, marker, color=colour)
         right = line.most if line.most < math.inf else line.end
@@ -172,7 +155,7 @@ def _draw(config: AblateConfig, lines: Sequence[Line]) -> Figure:
             fontsize=8,
         )  # fmt: skip
         if line.row == WHOLE:
-            axes.axvline(line.end, color="#000000", linewidth=0.8, linestyle=":")
+            axes.axvline(line.end, color=BLACK, linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(lines)), [_name(line) for line in reversed(lines)], fontsize=9)
     axes.set_ylim(-0.7, len(lines) - 0.3)
     axes.set_xscale("log")

@@ -1,7 +1,7 @@
 """Runs the rows; every run is written down when it ends, and none is run twice."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from kronfac_experiments.optimizers import DivergedError
 from kronfac_experiments.progress import number
 from kronfac_experiments.session import Session
 from kronfac_experiments.task import Task
-from kronfac_experiments.trials_file import finished_are_kept, read_trials, write_trials
+from kronfac_experiments.trial_store import TrialStore
 
 RESULT = "ablate.json"
 MARKS = (0.25, 0.5, 1.0)
@@ -34,7 +34,7 @@ class Trial:
     averaged: float | None
     """Error of the averaged iterates at the end."""
     seconds: float
-    """Of the steps."""
+    """Time of the steps."""
 
     @property
     def end(self) -> float:
@@ -42,7 +42,7 @@ class Trial:
         return or_infinite(self.errors[-1])
 
 
-Trials = dict[tuple[str, str, int], Trial]
+Trials = Mapping[tuple[str, str, int], Trial]
 """By row, variant and seed."""
 
 
@@ -61,8 +61,7 @@ def run_trials(config: AblateConfig, task: Task, rows: Sequence[Row], console: C
         console: To show progress on.
     """
     path, settings = config.folder / RESULT, _settings(config, task)
-    saved = read_trials(path, settings, Trial)
-    trials = {(trial.row, trial.variant, trial.seed): trial for trial in saved}
+    trials = TrialStore(path, settings, Trial, key=lambda t: (t.row, t.variant, t.seed))
     sizes = config.sizes
     columns = (
         TextColumn("{task.description:<40.40}"),
@@ -79,10 +78,9 @@ def run_trials(config: AblateConfig, task: Task, rows: Sequence[Row], console: C
                 if (row.name, variant, seed) in trials:
                     progress.advance(bar, row.stretch * sizes.iterations)
                     continue
-                with finished_are_kept(config.folder):
+                with trials.interruptible():
                     trial = _run(config, task, row, variant, seed, lambda: progress.advance(bar))
-                trials[row.name, variant, seed] = trial
-                write_trials(path, settings, trials.values())
+                trials.keep(trial)
                 name = f"{row.name}, {variant}" if variant else row.name
                 console.print(f"{name}, seed {seed}: {number(trial.end)}")
     return {key: trial for key, trial in trials.items() if trial.seed < sizes.seeds}

@@ -12,10 +12,10 @@ Inverse = Literal["block_diagonal", "block_tridiagonal"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a tanh network with a softmax, and its mini-batch."""
+    """Sizes of a tanh network with a softmax, and of its mini-batch."""
 
     width: int
-    """Of the inputs and of every hidden layer."""
+    """Units of the input and of every hidden layer."""
     depth: int
     """Layers with weights."""
     batch: int

@@ -18,11 +18,11 @@ EIGH = 6
 CHOLESKY_INVERSE = 1
 
 Shape = tuple[int, int]
-"""Of a layer's matrix [W b]: (out, in + 1)."""
+"""Shape of a layer's matrix [W b]: (out, in + 1)."""
 
 
 def shapes_of(widths: Sequence[int]) -> list[Shape]:
-    """Of the layers between these widths, with biases."""
+    """Shapes of the layers between these widths, with biases."""
     return [(outputs, inputs + 1) for inputs, outputs in pairwise(widths)]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kronfac import KFAC, KronfacError
+from kronfac_experiments.plain_steps import GradientSteps, KfacSteps
 
 SGD_LR = 1e-4
 """Small: time does not depend on it, as long as nothing becomes infinite."""
@@ -23,12 +24,12 @@ class RefusedStepError(KronfacError):
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one step of each."""
+    """Seconds of one step of each."""
 
     sgd: float
     kfac: float
     parts: dict[str, float]
-    """Of K-FAC's, by part."""
+    """Seconds of K-FAC's step by part."""
 
 
 class PairedSteps:
@@ -44,8 +45,9 @@ class PairedSteps:
         self, build: Callable[[], nn.Module], loss: nn.Module, arguments: dict[str, Any]
     ) -> None:
         self.kfac = KFAC(build(), loss, **arguments)
-        self._model, self._loss = build(), loss
-        self._sgd = torch.optim.SGD(self._model.parameters(), lr=SGD_LR)
+        self._kfac_steps = KfacSteps(self.kfac)
+        model = build()
+        self._sgd_steps = GradientSteps(model, loss, torch.optim.SGD(model.parameters(), lr=SGD_LR))
 
     def step(self, x: Tensor, y: Tensor) -> Seconds:
         """One step of each on these cases.
@@ -54,11 +56,9 @@ class PairedSteps:
             RefusedStepError: K-FAC took none.
         """
         start = time.perf_counter()
-        self._sgd.zero_grad()
-        self._loss(self._model(x), y).backward()
-        self._sgd.step()
+        self._sgd_steps.step(x, y)
         between = time.perf_counter()
-        self.kfac.step(self.kfac.closure(x, y))
+        self._kfac_steps.step(x, y)
         end = time.perf_counter()
         report = self.kfac.report
         assert report is not None

@@ -21,6 +21,7 @@ from kronfac_experiments.bench.chain import Inverse, Sizes, cases, network
 from kronfac_experiments.bench.operations import Shape, shapes_of
 from kronfac_experiments.bench.schedule import Preset, arguments
 from kronfac_experiments.bench.trials import LeftOutError
+from kronfac_experiments.plain_steps import KfacSteps
 
 NUMBER = 4
 """Bytes of a float32."""
@@ -38,8 +39,8 @@ class Theory:
     inverses: int
     """Two sets: the one in use and the one being made."""
     activations: int
-    """Of one pass over the mini-batch: what every layer returned and what tanh made of it. Not K-FAC's
-    own, SGD has most of it too."""
+    """Bytes of one pass over the mini-batch: what every layer returned and what tanh made of it. Not
+    K-FAC's own, SGD has most of it too."""
 
     @property
     def kfac(self) -> int:
@@ -136,9 +137,9 @@ def _held(sizes: Sizes, more: dict[str, Any], seed: int) -> int:
     x, y = cases(sizes, seed)
     _forget_peak()
     before = _resident()
-    kfac = KFAC(network(sizes, seed), Categorical(), **more)
+    kfac = KfacSteps(KFAC(network(sizes, seed), Categorical(), **more))
     for _ in range(STEPS):
-        kfac.step(kfac.closure(x, y))
+        kfac.step(x, y)
     return _peak() - before
 
 

@@ -18,11 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from kronfac import BlockDiagonalInverse, BlockTridiagonalInverse, ExactTikhonov
-from kronfac.factors import KroneckerFactors
-from kronfac.inverses import ApproximateInverse
-from kronfac_experiments.bench.document import Document, described
-from kronfac_experiments.bench.options import BenchOptions, at_least, command_line
-from kronfac_experiments.bench.page import publish
+from kronfac.curvature import ApproximateInverse, Curvature, KroneckerMoments, Link
 from kronfac_experiments.bench.refresh_tables import (
     CHOLESKY,
     EIGH,
@@ -32,6 +28,9 @@ from kronfac_experiments.bench.refresh_tables import (
     tables,
 )
 from kronfac_experiments.bench.trials import Advance, run_trials
+from kronfac_experiments.options import BenchOptions, at_least, command_line
+from kronfac_experiments.pages.document import Document, described
+from kronfac_experiments.pages.publish import publish
 
 METHODS: dict[str, ApproximateInverse] = {
     CHOLESKY: BlockDiagonalInverse(),
@@ -56,7 +55,7 @@ class RefreshConfig(BenchOptions):
     widths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
     """Rows d of every factor."""
     layers: int = 3
-    """Of the chain; two or more."""
+    """Number of layers of the chain; two or more."""
     gamma: float = 0.1
     """Damping strength γ."""
     repeats: int = 5
@@ -83,7 +82,7 @@ def refresh_command(config: RefreshConfig) -> list[Path]:
     return publish(_document(config, trials), path, config.output, console)
 
 
-def chain_factors(width: int, layers: int, seed: int) -> KroneckerFactors:
+def chain_curvature(width: int, layers: int, seed: int) -> Curvature:
     """Second moments of random rows that correlate from layer to layer."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -95,21 +94,24 @@ def chain_factors(width: int, layers: int, seed: int) -> KroneckerFactors:
             chain.append(torch.tanh(chain[-1] @ mix))
         return chain
 
-    def moments(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-        return tuple(x.mT @ y / len(x) for x, y in pairs)
+    def moment(x: Tensor, y: Tensor) -> Tensor:
+        return x.mT @ y / len(x)
 
     a, g = rows(), rows()
-    return KroneckerFactors(
-        A=moments(list(zip(a, a, strict=True))),
-        G=moments(list(zip(g, g, strict=True))),
-        A_next=moments(list(pairwise(a))),
-        G_next=moments(list(pairwise(g))),
+    return Curvature(
+        blocks=tuple(KroneckerMoments(*map(moment, pair, pair)) for pair in zip(a, g, strict=True)),
+        links=tuple(
+            Link(moment(a, a_next), moment(g, g_next))
+            for (a, a_next), (g, g_next) in zip(pairwise(a), pairwise(g), strict=True)
+        ),
     )
 
 
 def _measure(config: RefreshConfig, width: int, advance: Advance) -> RefreshTrial:
-    factors = chain_factors(width, config.layers, config.seed)
-    matrix = factors.A[0]
+    curvature = chain_curvature(width, config.layers, config.seed)
+    first_block = curvature.blocks[0]
+    assert isinstance(first_block, KroneckerMoments)
+    matrix = first_block.A
     trial = RefreshTrial(
         name=f"d = {width}",
         width=width,
@@ -121,7 +123,7 @@ def _measure(config: RefreshConfig, width: int, advance: Advance) -> RefreshTria
         products = [_product_seconds(matrix)]
         spent: dict[str, tuple[float, float]] = {}
         for name, method in METHODS.items():
-            first, prepared = _timed(partial(method.prepare, factors))
+            first, prepared = _timed(partial(method.prepare, curvature))
             second, _ = _timed(partial(prepared.damped, config.gamma))
             spent[name] = first, second
             products.append(_product_seconds(matrix))
@@ -136,7 +138,7 @@ def _measure(config: RefreshConfig, width: int, advance: Advance) -> RefreshTria
 
 
 def _product_seconds(matrix: Tensor) -> float:
-    """Of one product, the mean of as many as the clock needs."""
+    """Seconds of one product, the mean of as many as the clock needs."""
     count = min(100, max(1, round((LARGE / len(matrix)) ** 3)))
     return _timed(lambda: [matrix @ matrix for _ in range(count)])[0] / count
 
@@ -153,7 +155,7 @@ def _timed(work: Callable[[], T]) -> tuple[float, T]:
 def _document(config: RefreshConfig, trials: list[RefreshTrial]) -> Document:
     return Document(
         title="Refreshing the inverse",
-        command=command_line("refresh", config),
+        command=command_line("bench refresh", config),
         settings=described(
             config.threads,
             config.seed,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from kronfac_experiments.bench import operations
-from kronfac_experiments.bench.document import Line, LogLogPlot, Table
 from kronfac_experiments.bench.power_law import exponent
+from kronfac_experiments.pages.document import Line, LogLogPlot, Table
 from kronfac_experiments.report.tables import number
 
 CHOLESKY = "block-diagonal, Cholesky"
@@ -24,7 +24,7 @@ class RefreshTrial:
     name: str
     width: int
     product: list[float]
-    """Of two d × d matrices."""
+    """Seconds of a product of two d × d matrices."""
     prepare: dict[str, list[float]]
     """By method."""
     damped: dict[str, list[float]]

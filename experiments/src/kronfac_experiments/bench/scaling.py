@@ -20,15 +20,15 @@ from kronfac import Categorical
 from kronfac.settings import FIRST_REFRESHES
 from kronfac_experiments.bench import operations
 from kronfac_experiments.bench.chain import Inverse, Sizes, cases, network
-from kronfac_experiments.bench.document import Document, described
-from kronfac_experiments.bench.options import BenchOptions, at_least, command_line
-from kronfac_experiments.bench.page import publish
 from kronfac_experiments.bench.paired_steps import PairedSteps
 from kronfac_experiments.bench.peak_memory import available, measured, theory
 from kronfac_experiments.bench.scaling_tables import Point, ScalingTrial, plots, tables
 from kronfac_experiments.bench.schedule import Preset, Schedule, arguments, in_words
 from kronfac_experiments.bench.trials import Advance, LeftOutError, run_trials
 from kronfac_experiments.config import hint
+from kronfac_experiments.options import BenchOptions, at_least, command_line
+from kronfac_experiments.pages.document import Document, described
+from kronfac_experiments.pages.publish import publish
 
 GB = 1e9
 
@@ -80,7 +80,7 @@ class ScalingConfig(BenchOptions):
     quick: bool = False
     """Smaller networks and less time for each: minutes, not an hour."""
     widths: Annotated[tuple[int, ...], _hint("width")] = ()
-    """Of inputs and hidden layers."""
+    """Widths of inputs and hidden layers."""
     depths: Annotated[tuple[int, ...], _hint("depth")] = ()
     """Layers with weights."""
     batches: Annotated[tuple[int, ...], _hint("batch")] = ()
@@ -141,7 +141,7 @@ def scaling_command(config: ScalingConfig) -> list[Path]:
     trials = {t.name: t for t in run_trials(path, settings, ScalingTrial, jobs, console)}
     document = Document(
         title="How a step scales",
-        command=command_line("scaling", config),
+        command=command_line("bench scaling", config),
         settings=described(
             config.threads,
             config.seed,

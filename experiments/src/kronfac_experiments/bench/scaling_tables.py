@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from kronfac_experiments.bench.chain import Sizes
-from kronfac_experiments.bench.document import Line, LogLogPlot, Table
 from kronfac_experiments.bench.peak_memory import Theory
 from kronfac_experiments.bench.power_law import exponent
+from kronfac_experiments.pages.document import Line, LogLogPlot, Table, spread
 from kronfac_experiments.report.tables import number
 
 MB = 1e6
@@ -26,7 +26,7 @@ class Point:
     """A size of a sweep."""
 
     value: int
-    """Of what is swept."""
+    """Value of what is swept."""
     sizes: Sizes
     theory: Theory
 
@@ -38,7 +38,7 @@ class ScalingTrial:
     name: str
     sizes: dict[str, int]
     sgd_seconds: float
-    """Of a step, median."""
+    """Time of a step, median."""
     parts: dict[str, float]
     """Seconds of an average step by part."""
     ratios: list[float]
@@ -50,12 +50,12 @@ class ScalingTrial:
 
     @property
     def kfac_seconds(self) -> float:
-        """Of an average step."""
+        """Seconds of an average step."""
         return sum(self.parts.values())
 
     @property
     def kfac_operations(self) -> float:
-        """Of an average step."""
+        """Operations of an average step."""
         return sum(self.operations.values())
 
 
@@ -113,7 +113,7 @@ def _cells(trial: ScalingTrial, point: Point) -> tuple[str, ...]:
     return (
         number(1e3 * trial.sgd_seconds),
         number(1e3 * trial.kfac_seconds),
-        f"{median(trial.ratios):.2f} ({min(trial.ratios):.2f} – {max(trial.ratios):.2f})",
+        spread(trial.ratios, lambda ratio: f"{ratio:.2f}"),
         f"{trial.kfac_operations / trial.sgd_operations:.2f}",
         number(trial.peak_bytes / MB),
         number(point.theory.kfac / MB),

@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal
 import torch
 from rich.console import Console
 
-from kronfac_experiments.bench.document import Document, described
-from kronfac_experiments.bench.options import BenchOptions, at_least, command_line
-from kronfac_experiments.bench.page import publish
 from kronfac_experiments.bench.starts_tables import DEFAULT, StartTrial, tables
 from kronfac_experiments.bench.trials import Advance, run_trials
 from kronfac_experiments.config import KfacOptions, TrainConfig, hint, resolved
 from kronfac_experiments.optimizers import DivergedError
+from kronfac_experiments.options import BenchOptions, at_least, command_line
+from kronfac_experiments.pages.document import Document, described
+from kronfac_experiments.pages.publish import publish
 from kronfac_experiments.session import Session
 from kronfac_experiments.task import Task, load_task
 
@@ -171,7 +171,7 @@ def _run(
 def _document(config: StartsConfig, trials: list[StartTrial]) -> Document:
     return Document(
         title="Where λ starts",
-        command=command_line("starts", config),
+        command=command_line("bench starts", config),
         settings=described(
             config.threads,
             config.seed,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from kronfac_experiments.bench.document import Table
+from kronfac_experiments.pages.document import Table, spread
 from kronfac_experiments.progress import number
 
 DEFAULT = "no λ₀"
@@ -76,12 +76,11 @@ def _cases(target: float, trials: Sequence[StartTrial]) -> Table:
 def _spread(values: Sequence[float]) -> str:
     if not values:
         return ""
-    words = [f"{v:,.0f}" if math.isfinite(v) else "–" for v in (median(values), *_ends(values))]
-    return words[0] if len(values) == 1 else f"{words[0]} ({words[1]} – {words[2]})"
+    return _count(values[0]) if len(values) == 1 else spread(values, _count)
 
 
-def _ends(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if math.isfinite(value) else "–"
 
 
 def _stood(trial: StartTrial) -> str:

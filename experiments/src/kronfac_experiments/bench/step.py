@@ -20,13 +20,13 @@ from kronfac import Bernoulli, Gaussian, ScheduledBatchSampler
 from kronfac.settings import LONGEST_LAG
 from kronfac_experiments import problems
 from kronfac_experiments.bench import operations
-from kronfac_experiments.bench.document import Document, described
-from kronfac_experiments.bench.options import BenchOptions, at_least, command_line
-from kronfac_experiments.bench.page import publish
 from kronfac_experiments.bench.paired_steps import PairedSteps
 from kronfac_experiments.bench.schedule import Preset, Schedule, arguments, in_words
 from kronfac_experiments.bench.step_tables import StepTrial, plots, tables
 from kronfac_experiments.bench.trials import Advance, run_trials
+from kronfac_experiments.options import BenchOptions, at_least, command_line
+from kronfac_experiments.pages.document import Document, described
+from kronfac_experiments.pages.publish import publish
 
 WARM_UP = {"paper": 4, "default": 84}
 """Past the refreshes at the start, which the default spreads over its first eighty iterations."""
@@ -50,7 +50,7 @@ class StepConfig(BenchOptions):
     """Iterations from the start of a refresh, in the background, to its use. The steps of SGD in between,
     too, are time for it."""
     repeats: int = 5
-    """Of which median, smallest and largest are shown."""
+    """Repeats; their median, smallest and largest are shown."""
     steps: int = 40
     """In a repeat; a multiple of 20, so that refreshes and searches count in full."""
 
@@ -144,7 +144,7 @@ def _name(inverse: Inverse, batch: int) -> str:
 def _document(config: StepConfig, trials: list[StepTrial]) -> Document:
     return Document(
         title="Cost of a step",
-        command=command_line("step", config),
+        command=command_line("bench step", config),
         settings=described(
             config.threads,
             config.seed,

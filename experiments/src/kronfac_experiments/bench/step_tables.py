@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from kronfac_experiments.bench.document import BarPlot, Table
+from kronfac_experiments.pages.document import BarPlot, Table
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class StepTrial:
     parts: dict[str, float]
     """Seconds of an average step by part, over all repeats."""
     operations: dict[str, float]
-    """Of an average step by part."""
+    """Operations of an average step by part."""
     sgd_operations: float
 
     @property

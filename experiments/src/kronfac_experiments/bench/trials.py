@@ -1,6 +1,5 @@
 """Runs measurements one by one; each is written down when it ends, and none is run twice."""
 
-import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -10,8 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kronfac import KronfacError
 from kronfac_experiments.machine import versions
-from kronfac_experiments.train import TrainingInterruptedError
-from kronfac_experiments.trials_file import read_trials, write_trials
+from kronfac_experiments.trial_store import TrialStore
 
 
 class LeftOutError(KronfacError):
@@ -42,7 +40,7 @@ def run_trials(
     """What was asked for, in its order and but for what was left out; of an earlier command what it left.
 
     Args:
-        path: Of the JSON file.
+        path: The JSON file.
         settings: What every measurement depends on, as JSON has it; versions are added.
         kind: The dataclass of a measurement.
         jobs: By the name that the measurement will have.
@@ -52,7 +50,7 @@ def run_trials(
         TrainingInterruptedError: Ctrl-C; what was measured is kept.
     """
     settings = settings | {name: versions()[name] for name in ("kronfac", "torch")}
-    trials = {trial.name: trial for trial in read_trials(path, settings, kind)}
+    trials = TrialStore(path, settings, kind, key=lambda trial: trial.name)
     columns = (
         TextColumn("{task.description:<40.40}"),
         BarColumn(),
@@ -66,15 +64,11 @@ def run_trials(
             if name not in trials:
                 console.print(f"{count} of {len(jobs)}: {name}")
                 try:
-                    trials[name] = job(lambda share: progress.advance(bar, share))
+                    with trials.interruptible():
+                        trial = job(lambda share: progress.advance(bar, share))
                 except LeftOutError as reason:
                     console.print(f"  Left out: {reason}.")
                     continue
-                except KeyboardInterrupt as stop:
-                    message = (
-                        f"Stopped; what was measured is in {path}. Continue with the same command."
-                    )
-                    raise TrainingInterruptedError(message, signal.SIGINT) from stop
-                write_trials(path, settings, trials.values())
+                trials.keep(trial)
             progress.update(bar, completed=count)
     return [trials[name] for name in jobs if name in trials]

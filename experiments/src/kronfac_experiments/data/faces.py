@@ -53,7 +53,7 @@ def faces(seed: int = 0, patches_per_image: int = PATCHES_PER_IMAGE) -> Faces:
     Mean and scale are over the whole set, validation and test included, as in the recipe.
 
     Args:
-        seed: Of the patches' angles, steps and places.
+        seed: Seed of the patches' angles, steps and places.
         patches_per_image: 414 gives the paper's 103,500 training and 41,400 test cases.
     """
     if patches_per_image < 1:
@@ -93,7 +93,7 @@ def cut_patches(images: Tensor, patches_per_image: int, seed: int) -> Tensor:
     Args:
         images: (images, 64, 64).
         patches_per_image: That many in a row come from each image.
-        seed: Of φ, s and c.
+        seed: Seed of φ, s and c.
 
     Returns:
         (images · patches_per_image, 625).

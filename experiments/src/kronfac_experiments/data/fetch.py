@@ -29,7 +29,7 @@ class DataFile:
 
     Args:
         path: Relative to a data folder, with forward slashes: `mnist/train-images-idx3-ubyte.gz`.
-        sha256: Of the file as it lies there, in hexadecimal.
+        sha256: Checksum of the file as it lies there, in hexadecimal.
         urls: Mirrors, tried in order; none for a file that is nowhere to be downloaded.
     """
 

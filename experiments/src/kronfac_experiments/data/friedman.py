@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 INPUTS = 10
-"""Of which the last five say nothing."""
+"""Number of inputs; the last five say nothing."""
 SEED = 1991
 MEAN, DEVIATION = 14.41, 4.88
-"""Of y over the cube: anyone would scale it, and an optimizer that suffers from an offset would lose to
-the data instead of to its peers."""
+"""Mean and standard deviation of y over the cube: anyone would scale it, and an optimizer
+that suffers from an offset would lose to the data instead of to its peers."""
 
 
 def friedman(cases: int) -> tuple[Tensor, Tensor]:

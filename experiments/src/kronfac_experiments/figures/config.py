@@ -24,7 +24,7 @@ class FigureConfig:
     runs: Path = Path("runs/figures")
     """Folder for the training runs of 9, 10 and 11; what has run is not run again."""
     seed: int = 0
-    """Of the initial parameters, the sampled targets and the mini-batches. From 9 on, each seed has
+    """Seed of the initial parameters, the sampled targets and the mini-batches. From 9 on, each seed has
     runs of its own."""
     threads: int = 2
     """CPU threads. From 9 on, each number has runs of its own, since seconds depend on it."""

@@ -24,12 +24,14 @@ from torch import Tensor
 
 import kronfac
 from kronfac.diagnostics import Improvement, damping_sweep
-from kronfac_experiments import problems
+from kronfac_experiments import checkpoint, problems
+from kronfac_experiments.atomic_files import write_atomically
 from kronfac_experiments.figures.config import FigureConfig
-from kronfac_experiments.figures.files import BLACK, BLUE, GREEN, VERMILION, Number, show, write
+from kronfac_experiments.figures.files import Number, show, write
+from kronfac_experiments.optimizers import CHUNK, KfacStepper
+from kronfac_experiments.pages.drawn import BLACK, BLUE, GREEN, VERMILION
 
 SAVE_EVERY = 20
-CHUNK = 5000
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class _Run:
                 "damping": kronfac.LevenbergMarquardt(lambda_=setting.lambda_),
             },
         )
+        self.stepper = KfacStepper(self.optimizer)
         self._what = f"{setting!r}, cases={config.cases}, seed={config.seed}"
         self._file = None if config.quick else config.output / "figure_7_run.pt"
 
@@ -141,8 +144,8 @@ class _Run:
             )
             while self.sampler.iteration < self.setting.iterations:
                 x = self.data[self.sampler.next_indices()]
-                loss = self.optimizer.step(self.optimizer.closure(x, x, chunk=CHUNK))
-                progress.update(task, advance=1, loss=float(loss))
+                loss = self.stepper.step(x, x).loss
+                progress.update(task, advance=1, loss=loss)
                 if self.sampler.iteration % SAVE_EVERY == 0:
                     self._save()
 
@@ -155,22 +158,23 @@ class _Run:
         if self._file is None:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        part = self._file.with_suffix(".part")
-        torch.save(
+        content = checkpoint.encode(
             {
                 "what": self._what,
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "sampler": self.sampler.state_dict(),
-            },
-            part,
+            }
         )
-        part.replace(self._file)  # at once: a run that is killed leaves the one before
+        write_atomically(self._file, lambda stream: stream.write(content))
 
     def _resume(self) -> None:
         if self._file is None or not self._file.is_file():
             return
-        saved = torch.load(self._file, weights_only=True)
+        try:
+            saved = checkpoint.decode(self._file.read_bytes(), torch.device("cpu"))
+        except checkpoint.CheckpointError as error:
+            raise ValueError(f"{self._file} {error} Remove it.") from error
         if saved["what"] != self._what:
             raise ValueError(
                 f"{self._file} is of another run: {saved['what']}, not {self._what}. Give another "
@@ -182,7 +186,7 @@ class _Run:
 
 
 def _best(found: Sequence[Improvement], rule: str) -> Improvement:
-    """Of one rule; NaN counts as nothing."""
+    """The largest improvement of one rule; NaN counts as nothing."""
     return max(
         (one for one in found if one.rule == rule),
         key=lambda one: -math.inf if math.isnan(one.improvement) else one.improvement,

@@ -27,16 +27,11 @@ from kronfac_experiments.error_curve import (
 )
 from kronfac_experiments.figures.config import FigureConfig
 from kronfac_experiments.figures.files import (
-    BLACK,
-    BLUE,
-    GREEN,
-    VERMILION,
     Number,
     show,
     write,
-    write_table,
 )
-from kronfac_experiments.figures.lines import Style, draw_curve, finish, legend_below
+from kronfac_experiments.figures.lines import draw_curve, finish, legend_below
 from kronfac_experiments.figures.methods import (
     BASELINE,
     EVALUATE_EVERY,
@@ -46,6 +41,8 @@ from kronfac_experiments.figures.methods import (
     baseline_options,
     measured_on,
 )
+from kronfac_experiments.pages.csv_files import write_csv
+from kronfac_experiments.pages.drawn import BLACK, BLUE, GREEN, VERMILION, Style
 from kronfac_experiments.suite import run_suite
 
 NAME = "experiment-1"
@@ -56,7 +53,7 @@ STYLES = (
     Style(BLUE, "-", "o"),
     Style(BLACK, "-.", "D"),
 )
-"""Of the sizes, from the smallest."""
+"""Styles of the sizes, from the smallest."""
 EXPONENT = (
     "p: progress an iteration is proportional to mᵖ. Above 1 it is super-linear: the larger m needs "
     "fewer cases."
@@ -133,7 +130,7 @@ def make(config: FigureConfig) -> list[Path]:
     )
     numbers = exponents(curves) + cases_to_errors(curves, setting.errors)
     paths = write(_draw(f"{title}\n{where}", curves), numbers, "figure_9", config.output)
-    paths.append(write_table(_points(curves), config.output / "figure_9_curves.csv"))
+    paths.append(write_csv(_points(curves), config.output / "figure_9_curves.csv"))
     show(f"{title}\n{where}\n{EXPONENT}", numbers, paths)
     return paths
 

@@ -1,8 +1,7 @@
 """How figures are written: PNG, PDF and CSV of one name, with a table of the numbers in the terminal."""
 
-import csv
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-# Okabe and Ito's colours, told apart by all kinds of colour vision.
-BLUE, VERMILION, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#000000"
-
-DPI = 160
+from kronfac_experiments.pages.csv_files import write_csv
+from kronfac_experiments.pages.drawn import DPI
 
 
 @dataclass(frozen=True)
@@ -33,16 +30,7 @@ def write(figure: Figure, rows: Sequence[Any], stem: str, output: Path) -> list[
     figure.savefig(png, dpi=DPI)
     # No date, so that the same figure is the same file.
     figure.savefig(pdf, dpi=DPI, metadata={"CreationDate": None})
-    return [png, pdf, write_table(rows, table)]
-
-
-def write_table(rows: Sequence[Any], path: Path) -> Path:
-    """Write rows of one dataclass as CSV; what is None is left empty. Returns the path."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([field.name for field in fields(rows[0])])
-        writer.writerows(["" if v is None else v for v in astuple(row)] for row in rows)
-    return path
+    return [png, pdf, write_csv(rows, table)]
 
 
 def show(title: str, numbers: Sequence[Number], paths: Sequence[Path]) -> None:

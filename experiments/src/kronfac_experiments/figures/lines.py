@@ -1,8 +1,6 @@
 """Error curves on logarithmic axes, for figures 9, 10 and 11."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,6 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kronfac_experiments.error_curve import Axis, ErrorCurve
+from kronfac_experiments.pages.drawn import Style
 
 AXES: dict[Axis, str] = {
     "iteration": "iterations",
@@ -19,15 +18,6 @@ AXES: dict[Axis, str] = {
 }
 MARKERS = 12
 """On a line, about."""
-
-
-@dataclass(frozen=True)
-class Style:
-    """Colour, dashes and marker: each alone tells the lines apart."""
-
-    colour: str
-    line: Literal["-", "--", "-.", ":"]
-    marker: str
 
 
 def draw_curve(axes: Axes, curve: ErrorCurve, axis: Axis, style: Style) -> None:

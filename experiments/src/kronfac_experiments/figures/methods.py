@@ -12,8 +12,7 @@ from kronfac_experiments.config import (
     TrainConfig,
 )
 from kronfac_experiments.figures.config import FigureConfig
-from kronfac_experiments.figures.files import BLACK, BLUE, GREEN, VERMILION
-from kronfac_experiments.figures.lines import Style
+from kronfac_experiments.pages.drawn import BLACK, BLUE, GREEN, VERMILION, Style
 from kronfac_experiments.suite import Member
 
 TUNED = {"curves": (0.03, 0.99), "mnist": (0.01, 0.99), "faces": (0.001, 0.99)}

@@ -7,12 +7,12 @@ was trained on; it reports 5 % training error after the 7 iterations.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 import kronfac
 from kronfac.diagnostics import KroneckerFisher, kronecker_fisher
 from kronfac_experiments import problems
+from kronfac_experiments.batch_classifier import batch_mode
 from kronfac_experiments.data.mnist import mnist_16x16
 from kronfac_experiments.figures.config import FigureConfig
 
@@ -59,20 +59,11 @@ def example(config: FigureConfig) -> Example:
     if cases > len(train.images):
         raise ValueError(f"There are {len(train.images):,} training cases; got cases={cases}.")
     x, labels = train.images[:cases], train.labels[:cases]
-    model, loss = problems.classifier_model(config.seed), kronfac.Categorical()
-    # In 7 iterations the paper's intervals T₁ = 5, T₂ = T₃ = 20 would adapt λ once and γ never.
-    optimizer = kronfac.KFAC(
-        model,
-        loss,
-        inverse="block_tridiagonal",
-        fisher=kronfac.SampledFisher(seed=config.seed),
-        damping=kronfac.LevenbergMarquardt(lambda_=LAMBDA, interval=1, decay=0.8),
-        gamma=kronfac.GammaSearch(interval=2, factor=0.7),
-        inverse_interval=1,
-    )
+    model = problems.classifier_model(config.seed)
+    steps = batch_mode(model, "block_tridiagonal", LAMBDA, config.seed)
     for _ in range(ITERATIONS):
-        optimizer.step(optimizer.closure(x, labels, chunk=20_000))
-    assert optimizer.report is not None
-    with torch.no_grad():
-        wrong = (model(x).argmax(dim=1) != labels).double().mean()
-    return Example(model, loss, x, optimizer.report.gamma, 100 * float(wrong))
+        steps.step(x, labels)
+    report = steps.optimizer.report
+    assert report is not None
+    error = problems.classification_error(model, x, labels)
+    return Example(model, kronfac.Categorical(), x, report.gamma, error)

@@ -15,7 +15,7 @@ from rich.console import Console
 from kronfac_experiments.config import Limits
 from kronfac_experiments.error_curve import Axis, ErrorCurve, common_error, progress_ratio
 from kronfac_experiments.figures.config import FigureConfig
-from kronfac_experiments.figures.files import Number, show, write, write_table
+from kronfac_experiments.figures.files import Number, show, write
 from kronfac_experiments.figures.methods import (
     BASELINE,
     DIAGONAL,
@@ -28,6 +28,7 @@ from kronfac_experiments.figures.methods import (
     baseline_options,
     measured_on,
 )
+from kronfac_experiments.pages.csv_files import write_csv
 from kronfac_experiments.suite import run_suite
 
 NAME = "experiment-2"
@@ -51,7 +52,7 @@ class Setting:
 
     problem: str
     lambda0: float
-    """Of all K-FAC runs of the problem."""
+    """First λ of all K-FAC runs of the problem."""
     kfac: Limits
     """With momentum."""
     others: Limits
@@ -198,6 +199,6 @@ def publish(
     """Write the figure with its numbers and curves, and say what it shows."""
     found = [n for result in results for n in numbers(result, axis)]
     paths = write(figure, found, f"figure_{number}", config.output)
-    paths.append(write_table(points(results), config.output / f"figure_{number}_curves.csv"))
+    paths.append(write_csv(points(results), config.output / f"figure_{number}_curves.csv"))
     show(title, found, paths)
     return paths

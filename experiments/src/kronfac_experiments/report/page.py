@@ -1,25 +1,20 @@
-"""Puts the page together and writes it."""
+"""The page about one or more runs, put together and written."""
 
-import json
-import platform
-import re
 import shlex
 import sys
 from dataclasses import dataclass
 from html import escape
-from importlib.metadata import version
 from pathlib import Path
-from string import Template
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
-from plotly.offline import get_plotlyjs
 
+from kronfac_experiments.pages.interactive import interactive
+from kronfac_experiments.pages.page import Page
+from kronfac_experiments.pages.styles import run_styles
 from kronfac_experiments.report import sections
-from kronfac_experiments.report.files import packaged, write_page
 from kronfac_experiments.report.runs import Run, read_runs, run_folders
 from kronfac_experiments.report.series import plot_data
-from kronfac_experiments.report.styles import run_styles
 from kronfac_experiments.report.tables import best_first, summary_table, verdict
 
 DEFAULT_OUTPUT = Path("report.html")
@@ -51,62 +46,12 @@ class ReportConfig:
         return shlex.join(words)
 
 
-@dataclass(frozen=True)
-class Page:
-    """What a page of this kind consists of; HTML where nothing else is said.
-
-    Args:
-        title: Text.
-        verdict: The outcome in a sentence.
-        summary: What stands on top.
-        note: How to read it.
-        sections: Anchor, heading and content of each.
-        command: Text: what to type for the same page.
-        data: What `page.js` draws, as `series.plot_data` makes it.
-        warnings: Below the note.
-    """
-
-    title: str
-    verdict: str
-    summary: str
-    note: str
-    sections: list[tuple[str, str, str]]
-    command: str
-    data: dict[str, Any]
-    warnings: str = ""
-
-    @property
-    def html(self) -> str:
-        """The whole of it."""
-        plotly = get_plotlyjs()
-        return Template(packaged("page.html")).substitute(
-            title=escape(self.title),
-            css=packaged("page.css"),
-            verdict=self.verdict,
-            links="\n".join(
-                f'<a href="#{anchor}">{heading}</a>' for anchor, heading, _ in self.sections
-            ),
-            summary=self.summary,
-            note=self.note,
-            notes=self.warnings,
-            sections="\n".join(
-                f'<section id="{anchor}">\n<h2>{heading}</h2>\n{content}\n</section>'
-                for anchor, heading, content in self.sections
-            ),
-            command=escape(self.command),
-            versions=escape(_versions(plotly)),
-            data=_script_json(self.data),
-            plotly=plotly,
-            js=packaged("page.js"),
-        )
-
-
 def write_report(config: ReportConfig) -> Path:
     """Write the page about the runs and return where it is."""
     folders, others = run_folders(config.runs)
     if others:
         print(f"Left out, as no runs: {', '.join(map(str, others))}", file=sys.stderr)
-    return write_page(page_of(read_runs(folders), config.command).html, config.output)
+    return page_of(read_runs(folders), config.command).write(config.output)
 
 
 def page_of(runs: list[Run], command: str) -> Page:
@@ -123,15 +68,14 @@ def page_of(runs: list[Run], command: str) -> Page:
         run.name: style.swatch for run, style in zip(runs, run_styles(len(runs)), strict=True)
     }
     ordered = best_first(runs)
+    note = f'<p class="note">{HOW_TO_READ}</p>'
+    summary = f"{summary_table(ordered, swatches)}\n{note}\n{_notes(runs)}"
     return Page(
         title=_title(runs),
         verdict=verdict(ordered),
-        summary=summary_table(ordered, swatches),
-        note=HOW_TO_READ,
-        sections=[part for part in parts if part is not None],
+        sections=[("summary", "Summary", summary), *(part for part in parts if part is not None)],
         command=command,
-        data=data,
-        warnings=_notes(runs),
+        scripts=interactive(data),
     )
 
 
@@ -145,15 +89,3 @@ def _title(runs: list[Run]) -> str:
 def _notes(runs: list[Run]) -> str:
     items = [f"<li>{escape(run.name)}: {escape(note)}.</li>" for run in runs for note in run.notes]
     return f'<ul class="warnings">{"".join(items)}</ul>' if items else ""
-
-
-def _versions(plotly: str) -> str:
-    found = re.search(r"plotly\.js v([\d.]+)", plotly[:500])
-    drawn = f"plotly.js {found[1]}" if found else "plotly.js"
-    return f"kronfac {version('kronfac')}, {drawn}, Python {platform.python_version()}"
-
-
-def _script_json(data: object) -> str:
-    """JSON that cannot end the script element it stands in."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c")

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
+from kronfac_experiments.pages.styles import run_styles
 from kronfac_experiments.report.pictures import gallery
 from kronfac_experiments.report.runs import Run
-from kronfac_experiments.report.styles import run_styles
 from kronfac_experiments.report.tables import configuration_table, parts_table
 
 AXIS_LABELS = {"iteration": "iterations", "cases": "cases", "seconds": "seconds"}

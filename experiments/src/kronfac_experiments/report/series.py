@@ -4,15 +4,15 @@ from typing import Any
 
 import numpy as np
 
+from kronfac_experiments.pages.styles import run_styles
 from kronfac_experiments.report.runs import ERRORS, Run
-from kronfac_experiments.report.styles import run_styles
 from kronfac_experiments.report.thinning import thin
 
 AXES = ("iteration", "cases", "seconds")
 TRACES = ("lambda", "gamma", "alpha", "mu", "rho", "loss", "batch")
 
 POINTS = 16_000
-"""Of all curves together: half a megabyte beside the five of plotly.js."""
+"""Most points of all curves together: half a megabyte beside the five of plotly.js."""
 POINTS_OF_A_CURVE = (40, 400)
 """The fewest that still make a curve, the most that a screen can show."""
 

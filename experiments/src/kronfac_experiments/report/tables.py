@@ -5,6 +5,7 @@ import math
 from html import escape
 from typing import Any
 
+from kronfac_experiments.pages.page import scrolling_table
 from kronfac_experiments.report.runs import Run
 
 MISSING = "—"
@@ -162,12 +163,3 @@ def words(name: str) -> str:
 
 def _run_headings(runs: list[Run]) -> str:
     return "".join(f'<th scope="col">{escape(run.name)}</th>' for run in runs)
-
-
-def scrolling_table(caption: str, head: str, rows: list[str], name: str) -> str:
-    """A table that scrolls sideways by itself, also with the keyboard."""
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'
-        f'<table id="{name}"><caption class="unseen">{escape(caption)}</caption>'
-        f"<thead>{head}</thead><tbody>\n" + "\n".join(rows) + "\n</tbody></table></div>"
-    )

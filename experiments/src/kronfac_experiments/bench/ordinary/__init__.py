@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from kronfac_experiments.bench.document import Document
-from kronfac_experiments.bench.options import command_line
 from kronfac_experiments.bench.ordinary.config import OrdinaryConfig
 from kronfac_experiments.bench.ordinary.picture import draw
 from kronfac_experiments.bench.ordinary.score import lines_of
 from kronfac_experiments.bench.ordinary.tables import tables
 from kronfac_experiments.bench.ordinary.trials import RESULT, run_trials
-from kronfac_experiments.bench.page import publish
+from kronfac_experiments.options import command_line
+from kronfac_experiments.pages.document import Document
+from kronfac_experiments.pages.publish import publish
 
 __all__ = ["OrdinaryConfig", "ordinary_command"]
 
@@ -29,7 +29,7 @@ def ordinary_command(config: OrdinaryConfig) -> list[Path]:
     lines = lines_of([problem.name for problem in config.chosen], trials, config.starts)
     document = Document(
         title="K-FAC as it comes and AdamW tuned, on ordinary problems in equal seconds",
-        command=command_line("ordinary", config),
+        command=command_line("bench ordinary", config),
         settings=config.described,
         tables=tables(lines, trials),
         picture=draw(lines, trials, config.duration),

@@ -8,13 +8,13 @@ from typing import Annotated
 
 import torch
 
-from kronfac_experiments.bench.options import at_least
 from kronfac_experiments.bench.ordinary.problems import Problem, problems_named
 from kronfac_experiments.config import hint
 from kronfac_experiments.machine import machine
+from kronfac_experiments.options import at_least
 
 LEARNING_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-"""Of AdamW: half decades."""
+"""AdamW's grid: half decades."""
 TUNING_SEED = 100
 """AdamW's learning rate is chosen on another start than those that count."""
 

@@ -1,19 +1,17 @@
 """Training loss over seconds, a small plot for each problem, all in one picture."""
 
 from collections.abc import Sequence
-from io import BytesIO
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from kronfac_experiments.bench.document import Picture
 from kronfac_experiments.bench.ordinary.run import MARKS
 from kronfac_experiments.bench.ordinary.score import FLOOR, Line, runs_of
 from kronfac_experiments.bench.ordinary.trials import ADAMW_NAME, KFAC_NAME, Trials
-from kronfac_experiments.figures.files import BLUE, DPI, VERMILION
-from kronfac_experiments.figures.lines import Style
+from kronfac_experiments.pages.document import Picture
+from kronfac_experiments.pages.drawn import BLUE, VERMILION, Style, png
 
 STYLES = {KFAC_NAME: Style(BLUE, "-", "o"), ADAMW_NAME: Style(VERMILION, "--", "s")}
 COLUMNS = 3
@@ -33,13 +31,11 @@ def draw(lines: Sequence[Line], trials: Trials, seconds: float) -> Picture:
         _panel(axes, line, trials, seconds)
     for axes in panels[len(lines) :]:
         axes.set_axis_off()
-    stream = BytesIO()
-    figure.savefig(stream, format="png", dpi=DPI)
     description = (
         f"Training loss of K-FAC and of AdamW over {seconds:g} seconds, a plot for each problem: medians "
         "of the seeds, bands from the least to the most."
     )
-    return Picture("Training loss over seconds", description, stream.getvalue())
+    return Picture("Training loss over seconds", description, png(figure))
 
 
 def _panel(axes: Axes, line: Line, trials: Trials, seconds: float) -> None:

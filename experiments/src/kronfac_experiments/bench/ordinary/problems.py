@@ -43,7 +43,7 @@ class Problem:
         about: The data, in words.
         table: Inputs (cases, d) and targets, (cases,) or (cases, outputs), as they come.
         hidden: Widths of the hidden layers.
-        activation: Of all of them.
+        activation: Activation of all of them.
         loss: `CrossEntropyLoss`, `BCEWithLogitsLoss` or `MSELoss`.
         batch: Cases in a mini-batch; None for all.
     """

@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kronfac import KFAC, KronfacError
 from kronfac_experiments.bench.ordinary.problems import Problem
+from kronfac_experiments.plain_steps import GradientSteps, KfacSteps, Steps
 from kronfac_experiments.task import Cases
 
 MARKS = (0.0, 0.01, 0.02, 0.03, 0.05, 0.07, *(k / 20 for k in range(2, 21)))
@@ -31,20 +32,12 @@ SLICE = 0.5
 """Seconds that runs side by side take turns in."""
 
 
-class Steps(Protocol):
-    """An optimizer on a model and a loss."""
-
-    def step(self, x: Tensor, y: Tensor) -> object:
-        """One step on a mini-batch."""
-        ...
-
-
 Make = Callable[[nn.Module, nn.Module], Steps]
 
 
 def kfac(**options: Any) -> Make:
     """K-FAC as `KFAC(model, loss)`, or with other arguments than the default ones."""
-    return lambda model, loss: _KfacSteps(KFAC(model, loss, **options))
+    return lambda model, loss: KfacSteps(KFAC(model, loss, **options))
 
 
 def adamw(lr: float) -> Make:
@@ -52,29 +45,9 @@ def adamw(lr: float) -> Make:
 
     def make(model: nn.Module, loss: nn.Module) -> Steps:
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-        return _FirstOrderSteps(model, loss, optimizer)
+        return GradientSteps(model, loss, optimizer)
 
     return make
-
-
-@dataclass(frozen=True)
-class _KfacSteps:
-    optimizer: KFAC
-
-    def step(self, x: Tensor, y: Tensor) -> None:
-        self.optimizer.step(self.optimizer.closure(x, y))
-
-
-@dataclass(frozen=True)
-class _FirstOrderSteps:
-    model: nn.Module
-    loss: nn.Module
-    optimizer: torch.optim.Optimizer
-
-    def step(self, x: Tensor, y: Tensor) -> None:
-        self.optimizer.zero_grad()
-        self.loss(self.model(x), y).backward()
-        self.optimizer.step()
 
 
 @dataclass
@@ -89,7 +62,7 @@ class Record:
     validation_error: list[float] = field(default_factory=list)
     steps: int = 0
     seconds: float = 0.0
-    """Of the steps."""
+    """Time of the steps."""
     failure: str = ""
     """Why it ended before its time."""
 
@@ -118,8 +91,8 @@ class Run:
     Args:
         problem: What is trained.
         make: Makes the optimizer.
-        seed: Of initial parameters and mini-batches.
-        seconds: Of the steps, until it ends.
+        seed: Seed of initial parameters and mini-batches.
+        seconds: Time of the steps after which it ends.
     """
 
     def __init__(self, problem: Problem, make: Make, seed: int, seconds: float) -> None:

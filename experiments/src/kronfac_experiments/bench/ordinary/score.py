@@ -27,9 +27,9 @@ class Side:
     least: float
     most: float
     error: float
-    """Of validation, at the end."""
+    """Validation error at the end."""
     best_error: float
-    """Of validation, at the evaluation where it was lowest, seed by seed."""
+    """Validation error at the evaluation where it was lowest, seed by seed."""
     steps: float
     diverged: int
     """Seeds that failed, or ended with a loss that is not finite or above the one at the start."""

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Sequence
 
-from kronfac_experiments.bench.document import Table
 from kronfac_experiments.bench.ordinary.config import LEARNING_RATES, TUNING_SEED
 from kronfac_experiments.bench.ordinary.problems import PROBLEMS
 from kronfac_experiments.bench.ordinary.run import SLICE
 from kronfac_experiments.bench.ordinary.score import FLOOR, Line, Side, summary
 from kronfac_experiments.bench.ordinary.trials import ADAMW_NAME, Trials, best_rate
+from kronfac_experiments.pages.document import Table
 
 METHOD = (
     "K-FAC is KFAC(model, loss), all else at its default. AdamW has PyTorch's defaults but for the "

@@ -1,7 +1,7 @@
 """Runs the comparison; every run is written down when it ends, and none is run twice."""
 
 import math
-import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,7 @@ from kronfac_experiments.bench.ordinary.run import (
 )
 from kronfac_experiments.machine import versions
 from kronfac_experiments.progress import clock, number
-from kronfac_experiments.train import TrainingInterruptedError
-from kronfac_experiments.trials_file import read_trials, write_trials
+from kronfac_experiments.trial_store import TrialStore
 
 RESULT = "ordinary.json"
 KFAC_NAME, ADAMW_NAME = "K-FAC", "AdamW"
@@ -38,7 +37,7 @@ class Trial:
     validation_error: list[float | None]
     steps: int
     seconds: float
-    """Of the steps."""
+    """Time of the steps."""
     failure: str = ""
     """Why it ended before its time."""
 
@@ -82,13 +81,13 @@ Contender = tuple[str, float | None]
 """Name and, for AdamW, learning rate."""
 Key = tuple[str, str, float | None, int]
 """Problem, name, learning rate and seed."""
-Trials = dict[Key, Trial]
+Trials = Mapping[Key, Trial]
 
 
 def run_trials(config: OrdinaryConfig, console: Console) -> Trials:
     """All trials of these problems and seeds, those of an earlier command included."""
     path, settings = config.folder / RESULT, settings_of(config)
-    trials = {trial.key: trial for trial in read_trials(path, settings, Trial)}
+    trials = TrialStore(path, settings, Trial, key=lambda trial: trial.key)
     console.print(_announcement(config, trials))
     columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -99,9 +98,9 @@ def run_trials(config: OrdinaryConfig, console: Console) -> Trials:
                     continue
                 contenders = _contenders(problem.name, seed, trials)
                 progress.update(bar, description=f"{problem.name}, seed {seed}")
-                done = _run_or_explain(config, problem, contenders, seed)
-                trials |= {trial.key: trial for trial in done}
-                write_trials(path, settings, trials.values())
+                with trials.interruptible():
+                    done = _run(config, problem, contenders, seed)
+                trials.keep(*done)
                 progress.advance(bar, len(done))
                 console.print(f"{problem.name}, seed {seed}: {_outcome(seed, done)}")
     return trials
@@ -120,17 +119,11 @@ def _is_done(problem: str, seed: int, trials: Trials) -> bool:
     return (problem, name, lr, seed) in trials
 
 
-def _run_or_explain(
+def _run(
     config: OrdinaryConfig, problem: Problem, contenders: list[Contender], seed: int
 ) -> list[Trial]:
     makes = [kfac() if lr is None else adamw(lr) for _, lr in contenders]
-    try:
-        records = run_side_by_side(problem, makes, seed, config.duration)
-    except KeyboardInterrupt as stop:
-        message = (
-            f"Stopped; the finished runs are in {config.folder}. Continue with the same command."
-        )
-        raise TrainingInterruptedError(message, signal.SIGINT) from stop
+    records = run_side_by_side(problem, makes, seed, config.duration)
     pairs = zip(contenders, records, strict=True)
     return [Trial.of(problem, name, lr, seed, record) for (name, lr), record in pairs]
 

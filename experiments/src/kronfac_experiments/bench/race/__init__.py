@@ -19,10 +19,7 @@ def race_command(config: RaceConfig) -> list[Path]:
     """Run what has not run yet; show the table, write it."""
     console = Console(highlight=False, soft_wrap=True)
     race = run_race(config, console)
-    table.show(race, console)
+    document = table.document(race)
+    document.show(console)
     written = [config.folder / RESULT, page.write(race)]
-    if config.output is not None:
-        config.output.parent.mkdir(parents=True, exist_ok=True)
-        config.output.write_text(table.markdown(race), encoding="utf-8")
-        written.append(config.output)
-    return written
+    return written if config.output is None else [*written, *document.write_markdown(config.output)]

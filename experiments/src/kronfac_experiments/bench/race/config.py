@@ -1,17 +1,17 @@
 """What `kronfac bench race` is told."""
 
 import math
-import shlex
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 from kronfac_experiments.bench.race.contests import CONTESTS, contests_named
 from kronfac_experiments.bench.race.peers import FIELD, Peer, peers_named
 from kronfac_experiments.config import hint
+from kronfac_experiments.options import command_line, override
 
 TUNING_SEED = 100
-"""Of no race: what is best there is not chosen by where it will be judged."""
+"""A seed of no race: what is best there is not chosen by where it will be judged."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,7 @@ class RaceConfig:
     @property
     def sizes(self) -> Sizes:
         """As given, or as the setting has them."""
-        usual = QUICK if self.quick else FULL
-        given = {name: getattr(self, name) for name in asdict(usual)}
-        return replace(usual, **{name: value for name, value in given.items() if value is not None})
+        return override(QUICK if self.quick else FULL, self)
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -93,15 +91,4 @@ class RaceConfig:
     @property
     def command(self) -> str:
         """What to type for the same."""
-        words = ["kronfac", "bench", "race"]
-        for name in ("problems", "optimizers"):
-            given = getattr(self, name)
-            words += [f"--{name}", *given] if given else []
-        words += ["--quick"] if self.quick else []
-        usual = QUICK if self.quick else FULL
-        for name, value in asdict(self.sizes).items():
-            if value != getattr(usual, name):
-                words += ["--" + name.replace("_", "-"), f"{value:g}"]
-        words += ["--threads", str(self.threads)] if self.threads != 2 else []
-        words += ["--output", str(self.output)] if self.output else []
-        return shlex.join(words)
+        return command_line("bench race", self, leave_out=("run_dir", "jax_env"))

@@ -70,7 +70,7 @@ def run_elsewhere(
     """Rows of a run by `kfac_jax_script.py`, and why it ended early.
 
     Args:
-        python: Of the environment.
+        python: Interpreter of the environment.
         entry: What to run.
         task: In float32.
         tick: Called now and then with seconds of optimiser time.

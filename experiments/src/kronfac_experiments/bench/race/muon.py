@@ -59,7 +59,7 @@ class Muon(torch.optim.Optimizer):
         self._rest = torch.optim.AdamW(rest, lr=lr, weight_decay=weight_decay) if rest else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of matrices and the rest."""
+        """Clear the gradients of matrices and of the rest."""
         super().zero_grad(set_to_none)
         if self._rest is not None:
             self._rest.zero_grad(set_to_none)

@@ -9,13 +9,12 @@ from kronfac_experiments.bench.race.peers import Peer
 from kronfac_experiments.bench.race.running import Race
 from kronfac_experiments.bench.race.standings import HEADINGS, lines_of
 from kronfac_experiments.bench.race.table import explanation, remarks, title
-from kronfac_experiments.report.files import write_page
-from kronfac_experiments.report.page import Page
+from kronfac_experiments.pages.interactive import interactive
+from kronfac_experiments.pages.page import Page, scrolling_table
+from kronfac_experiments.pages.styles import RunStyle, run_styles
 from kronfac_experiments.report.runs import Run
 from kronfac_experiments.report.sections import axis_controls, plot
 from kronfac_experiments.report.series import plot_data
-from kronfac_experiments.report.styles import RunStyle, run_styles
-from kronfac_experiments.report.tables import scrolling_table
 
 PAGE = "race.html"
 
@@ -29,16 +28,17 @@ def write(race: Race) -> Path:
     data = _data(race, contests, styles)
     sections = [(c.problem, c.problem, _section(race, c, styles)) for c in contests]
     sections.append(("grids", "The grids", _grids(race)))
+    controls = "".join(axis_controls(data["axes"]))
+    note = f'<p class="note">{escape(explanation(race))}</p>'
+    summary = f'<div class="controls">{controls}</div>\n{note}'
     page = Page(
         title=f"The race: {', '.join(contest.problem for contest in contests)}",
         verdict="Seconds, iterations and cases to fixed training errors, K-FAC and its peers.",
-        summary=f'<div class="controls">{"".join(axis_controls(data["axes"]))}</div>',
-        note=escape(explanation(race)),
-        sections=sections,
+        sections=[("summary", "Summary", summary), *sections],
         command=race.config.command,
-        data=data,
+        scripts=interactive(data),
     )
-    return write_page(page.html, race.config.folder / PAGE)
+    return page.write(race.config.folder / PAGE)
 
 
 def _data(race: Race, contests: tuple[Contest, ...], styles: dict[str, RunStyle]) -> dict[str, Any]:

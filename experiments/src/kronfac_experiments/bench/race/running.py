@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from kronfac_experiments.config import TrainConfig
 from kronfac_experiments.machine import versions
 from kronfac_experiments.progress import clock, number
 from kronfac_experiments.task import Task, load_task
-from kronfac_experiments.trials_file import finished_are_kept, read_trials, write_trials
+from kronfac_experiments.trial_store import TrialStore
 
 RESULT = "race.json"
 EVALUATED = 2
@@ -32,7 +32,7 @@ class Race:
     """The trials so far, and who can't take part."""
 
     config: RaceConfig
-    trials: list[Trial]
+    trials: Collection[Trial]
     absent: dict[str, str] = field(default_factory=dict)
     """By name of the peer: why, and what would help."""
 
@@ -105,9 +105,10 @@ def run_race(config: RaceConfig, console: Console) -> Race:
     """
     path, settings = config.folder / RESULT, _settings(config)
     torch.set_num_threads(config.threads)
-    race = Race(config, read_trials(path, settings, Trial))
+    store = TrialStore(path, settings, Trial, key=lambda trial: trial.key)
+    race = Race(config, store.values())
     race.absent |= {peer.name: peer.missing for peer in config.peers if peer.missing}
-    with finished_are_kept(config.folder):
+    with store.interruptible():
         python = _kfac_jax(race, console)
         tasks = {c.problem: _task(c.problem) for c in contests_named(config.problems)}
         console.print(_budget(race, tasks))
@@ -129,8 +130,7 @@ def run_race(config: RaceConfig, console: Console) -> Race:
                             contest, phase, entry, tasks[contest.problem], python,
                             lambda seconds: progress.advance(bar, seconds),
                         )  # fmt: skip
-                        race.trials.append(trial)
-                        write_trials(path, settings, race.trials)
+                        store.keep(trial)
                         console.print(_told(trial, entry, contest))
     return race
 

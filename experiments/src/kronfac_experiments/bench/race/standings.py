@@ -9,6 +9,7 @@ from kronfac_experiments.bench.race.peers import KFAC, Peer, in_words, on_the_ed
 from kronfac_experiments.bench.race.running import Race
 from kronfac_experiments.bench.race.trials import Trial
 from kronfac_experiments.error_curve import Axis
+from kronfac_experiments.pages.document import spread
 from kronfac_experiments.progress import number
 
 HEADINGS = ("", "chosen", "error", "seconds", "iterations", "cases", "K-FAC faster by")
@@ -97,10 +98,7 @@ def _spread(values: Sequence[float | None], form: str) -> str:
     there = [value for value in values if value is not None]
     if not there or len(there) < len(values):
         return NOTHING
-    median = f"{statistics.median(there):{form}}"
-    if len(there) == 1:
-        return median
-    return f"{median} ({min(there):{form}} – {max(there):{form}})"
+    return f"{there[0]:{form}}" if len(there) == 1 else spread(there, lambda v: f"{v:{form}}")
 
 
 def _faster(ours: Sequence[Trial], theirs: Sequence[Trial], target: float) -> str:

@@ -3,9 +3,6 @@
 import os
 from collections.abc import Iterator
 
-from rich.console import Console
-from rich.table import Table
-
 from kronfac_experiments.bench.race.config import TUNING_SEED
 from kronfac_experiments.bench.race.contests import Contest, contests_named
 from kronfac_experiments.bench.race.peers import KFAC, in_words
@@ -13,6 +10,7 @@ from kronfac_experiments.bench.race.running import Race
 from kronfac_experiments.bench.race.standings import HEADINGS, lines_of
 from kronfac_experiments.config import DEFAULT_BATCH
 from kronfac_experiments.machine import machine, versions
+from kronfac_experiments.pages.document import Document, Table
 from kronfac_experiments.progress import number
 
 
@@ -40,18 +38,6 @@ def title(contest: Contest) -> str:
     return f"{contest.problem}: training errors {targets} ({contest.why})"
 
 
-def show(race: Race, console: Console) -> None:
-    """In the terminal."""
-    for contest in contests_named(race.config.problems):
-        table = Table(*HEADINGS, title=title(contest), title_justify="left")
-        for line in lines_of(race, contest):
-            first = line.target == contest.targets[0]
-            repeated = line.cells[:2] if first else ("", "")
-            table.add_row(*repeated, *line.cells[2:], end_section=not first)
-        console.print(table)
-    console.print(explanation(race))
-
-
 def remarks(race: Race) -> Iterator[tuple[str, str, str]]:
     """Label, how it is set up, and the grid of each peer."""
     for peer in race.config.peers:
@@ -62,21 +48,22 @@ def remarks(race: Race) -> Iterator[tuple[str, str, str]]:
         yield peer.label, setup, grid
 
 
-def markdown(race: Race) -> str:
-    """The page, with the command."""
-    parts = [
-        "# The race",
-        "",
-        f"Made by `{race.config.command}`.",
-        "",
-        f"Seconds, iterations and cases to fixed training errors: {KFAC.label} and its peers.",
+def document(race: Race) -> Document:
+    """A table for each problem, and the grids."""
+    contests = contests_named(race.config.problems)
+    tables = [
+        Table(
+            title(contest),
+            HEADINGS,
+            [line.cells for line in lines_of(race, contest)],
+            note=explanation(race) if contest is contests[-1] else "",
+        )
+        for contest in contests
     ]
-    for contest in contests_named(race.config.problems):
-        rows = [line.cells for line in lines_of(race, contest)]
-        parts += ["", f"## {title(contest)}", "", *_table(HEADINGS, rows)]
-    parts += ["", explanation(race), "", "## The grids", ""]
-    return "\n".join([*parts, *_table(("", "set up", "grid"), list(remarks(race))), ""])
-
-
-def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (headings, ("---",) * len(headings), *rows)]
+    grids = Table("The grids", ("", "set up", "grid"), list(remarks(race)), detail=True)
+    return Document(
+        title="The race",
+        command=race.config.command,
+        settings=f"Seconds, iterations and cases to fixed training errors: {KFAC.label} and its peers.",
+        tables=[*tables, grids],
+    )

@@ -28,12 +28,12 @@ class Entry:
 
     Args:
         peer: Who.
-        point: Of its grid.
-        seed: Of parameters and mini-batches.
+        point: A point of its grid.
+        seed: Seed of parameters and mini-batches.
         limit: Seconds of optimiser time.
         until: The run ends at this error.
         evaluation_cases: The first training cases, for the error.
-        threads: Of a process of its own; others have what torch has.
+        threads: CPU threads of a process of its own; others have what torch has.
     """
 
     peer: Peer
@@ -59,6 +59,12 @@ class Trial:
     """Iteration, cases, seconds and error of each evaluation."""
     message: str = ""
     """Why it ended before its time: it diverged, or raised an error."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What it is found by."""
+        point = tuple(sorted(self.point.items()))
+        return self.problem, self.optimizer, self.phase, point, self.seed
 
     @property
     def curve(self) -> ErrorCurve:

@@ -1,0 +1,231 @@
+"""`kronfac bench authors-run`: the MNIST autoencoder beside the authors' own logged run.
+
+`presets.paper()` and the paper's growing mini-batch, several seeds. The authors' numbers are read off the
+log of their program. With `--log` its columns m and new_lambda are compared row by row.
+"""
+
+import csv
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from kronfac import KFAC, presets
+from kronfac_experiments.bench.trials import Advance, run_trials
+from kronfac_experiments.config import KfacOptions, TrainConfig, hint, resolved
+from kronfac_experiments.optimizers import CHUNK, KfacStepper, TrainingFailedError
+from kronfac_experiments.options import BenchOptions, at_least, command_line
+from kronfac_experiments.pages.document import Document, Table, described, spread
+from kronfac_experiments.pages.publish import publish
+from kronfac_experiments.session import Session
+from kronfac_experiments.task import Task, load_task
+
+AUTHORS_ERROR = {50: 49.08, 100: 23.58, 150: 8.23, 200: 4.352}
+"""Training error of the authors' run by iteration, current parameters."""
+AUTHORS_GAMMA = {20: 12.247, 40: 12.247, 60: 7.333, 80: 1.0, 100: 0.599}
+"""γ after each of their searches."""
+AUTHORS_CASES = 504_877
+"""Cases processed by their iteration 200."""
+GAMMA_FACTOR = (19 / 20) ** 10
+SEARCH_INTERVAL = 20
+"""T₂ of the paper."""
+LOG_DIGITS = 1e-4
+"""The log has five digits."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AuthorsRunConfig(BenchOptions):
+    """K-FAC with the paper's constants on the MNIST autoencoder, beside the authors' logged run."""
+
+    seeds: int = 3
+    """How many, from --seed on: initial parameters and mini-batches."""
+    fractions: tuple[float, ...] = (0.25, 1.0)
+    """τ₂: the paper's and the program's."""
+    inverse: Literal["block_diagonal", "block_tridiagonal"] = "block_tridiagonal"
+    """Approximate inverse Fisher."""
+    iterations: int = 200
+    """Iterations of each run."""
+    log: Annotated[Path | None, hint("FILE.csv", "none")] = None
+    """The authors' log, with columns iter, m and new_lambda, to compare with."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(1, seeds=self.seeds, iterations=self.iterations)
+        if not self.fractions or not all(0 < fraction <= 1 for fraction in self.fractions):
+            raise ValueError(f"--fractions are in (0, 1]; got {self.fractions}.")
+        if self.log is not None and not self.log.is_file():
+            raise ValueError(f"--log is a CSV file; there is no {self.log}.")
+
+
+@dataclass(frozen=True)
+class AuthorsTrial:
+    """A run."""
+
+    name: str
+    seed: int
+    fraction: float
+    """τ₂."""
+    rows: list[Row]
+    """An iteration each: k, m, cases, loss, lambda, gamma, alpha, mu, rho, seconds, some train_error."""
+
+
+def authors_run_command(config: AuthorsRunConfig) -> list[Path]:
+    """Run what has not run; show and write all of it."""
+    console = Console(highlight=False, soft_wrap=True)
+    torch.set_num_threads(config.threads)
+    path = config.folder("authors-run") / "authors_run.json"
+    settings = {name: getattr(config, name) for name in ("inverse", "iterations", "threads")}
+    load = cache(_load)  # not if everything is there already
+    jobs = {
+        name: partial(_run, config, name, seed, fraction, load)
+        for fraction in config.fractions
+        for seed in range(config.seed, config.seed + config.seeds)
+        for name in [f"seed {seed}, τ₂ = {fraction:g}"]
+    }
+    trials = run_trials(path, settings, AuthorsTrial, jobs, console)
+    written = publish(_document(config, trials), path, config.output, console)
+    if config.output is not None:
+        numbers = config.output.with_suffix(".jsonl")
+        lines = [
+            {"seed": trial.seed, "fraction": trial.fraction} | row
+            for trial in trials
+            for row in trial.rows
+        ]
+        numbers.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        written.append(numbers)
+    return written
+
+
+def _load() -> Task:
+    return load_task(TrainConfig("mnist")).to(torch.device("cpu"), torch.float32)
+
+
+def _run(
+    config: AuthorsRunConfig,
+    name: str,
+    seed: int,
+    fraction: float,
+    load: Callable[[], Task],
+    advance: Advance,
+) -> AuthorsTrial:
+    task = load()
+    options = KfacOptions(inverse=config.inverse, preset="paper", fisher_fraction=fraction)
+    train = TrainConfig("mnist", kfac=options, seed=seed, average=0, threads=config.threads)
+    train = resolved(train, cases=len(task.train), weight_decay=task.weight_decay)
+    session = Session(train, task, _with_the_presets_targets)
+    rows = []
+    for k in range(1, config.iterations + 1):
+        found = session.step()
+        if "events" in found:
+            raise TrainingFailedError(f"{name}, iteration {k}: {'; '.join(found['events'])}")
+        row = {"k": k, "m": found["batch"]}
+        names = ("cases", "loss", "lambda", "gamma", "alpha", "mu", "rho", "seconds")
+        row |= {name: found[name] for name in names}
+        if k in AUTHORS_ERROR:
+            row["train_error"] = task.error(session.model, task.train)
+        rows.append(row)
+        advance(1 / config.iterations)
+    return AuthorsTrial(name, seed, fraction, rows)
+
+
+def _with_the_presets_targets(
+    config: TrainConfig, model: nn.Module, loss: nn.Module
+) -> KfacStepper:
+    """K-FAC whose sampled targets do not depend on the seed: seeds differ in start and mini-batches."""
+    options = config.kfac
+    constants = presets.paper() | {"fisher_fraction": options.fisher_fraction}
+    decay = config.weight_decay or 0.0
+    return KfacStepper(KFAC(model, loss, inverse=options.inverse, weight_decay=decay, **constants))
+
+
+def _document(config: AuthorsRunConfig, trials: Sequence[AuthorsTrial]) -> Document:
+    return Document(
+        title="Beside the authors' own run",
+        command=command_line("bench authors-run", config, leave_out=("run_dir", "log"))
+        + ("" if config.log is None else " --log FILE"),
+        settings=described(
+            config.threads,
+            config.seed,
+            f"MNIST autoencoder, presets.paper(), {config.inverse}, η = 1e-5",
+            f"{config.seeds} seed(s) in a row, chunks of {CHUNK}",
+        ),
+        tables=tables(config, trials),
+    )
+
+
+def tables(config: AuthorsRunConfig, trials: Sequence[AuthorsTrial]) -> list[Table]:
+    """Errors beside the authors' numbers, and what γ did."""
+    return [_errors(config, trials), _gammas(trials)]
+
+
+def _errors(config: AuthorsRunConfig, trials: Sequence[AuthorsTrial]) -> Table:
+    marks = [k for k in AUTHORS_ERROR if k <= config.iterations]
+    rows = [["authors' log (1)", *(f"{AUTHORS_ERROR[k]}" for k in marks), "–"]]
+    for fraction in config.fractions:
+        runs = [trial.rows for trial in trials if trial.fraction == fraction]
+        cells = []
+        for k in marks:
+            errors = [rows[k - 1]["train_error"] for rows in runs]
+            cells.append(f"{spread(errors, _short)}, {median(errors) / AUTHORS_ERROR[k]:.2f}")
+        seconds = median(rows[-1]["seconds"] for rows in runs)
+        rows.append([f"{fraction:g}", *cells, f"{seconds:.0f}"])
+    note = (
+        "Squared reconstruction error a case over all training cases, median of the seeds (smallest – "
+        "largest), and the median over the authors' number. Seconds are of optimiser time; on a machine "
+        f"with other work they say little. Cases processed by the end: {trials[0].rows[-1]['cases']:,} "
+        f"(the log: {AUTHORS_CASES:,} by iteration 200)."
+    )
+    if config.log is not None:
+        note += " " + compare_with_log([row for trial in trials for row in trial.rows], config.log)
+    columns = ["τ₂", *(f"iteration {k}" for k in marks), "seconds"]
+    return Table("Training error", columns, rows, note)
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def compare_with_log(rows: Sequence[Row], log: Path) -> str:
+    """Whether m and λ equal the log's columns."""
+    with log.open(encoding="utf-8") as file:
+        theirs = {int(row["iter"]): row for row in csv.DictReader(file)}
+    wrong_m = [row["k"] for row in rows if int(theirs[row["k"]]["m"]) != row["m"]]
+    wrong_lambda = [
+        row["k"]
+        for row in rows
+        if (logged := theirs[row["k"]]["new_lambda"])
+        and abs(float(logged) / row["lambda"] - 1) > LOG_DIGITS
+    ]
+    return (
+        f"Against the log, all runs and iterations: m differs at {wrong_m or 'none'}, "
+        f"λ differs at {wrong_lambda or 'none'}."
+    )
+
+
+def _gammas(trials: Sequence[AuthorsTrial]) -> Table:
+    """When γ left its first value, when it was at most 1, and how it fell from there."""
+    rows = []
+    for trial in trials:
+        searched = [row for row in trial.rows if row["k"] % SEARCH_INTERVAL == 0]
+        first = trial.rows[0]["gamma"]
+        left = next((row["k"] for row in searched if row["gamma"] != first), "–")
+        below = next((row["k"] for row in searched if row["gamma"] <= 1), "–")
+        pairs = itertools.pairwise(row["gamma"] for row in searched)
+        falling = {f"{after / before:.3f}" for before, after in pairs if before <= 1}
+        rows.append([trial.name, f"{first:.3f}", str(left), str(below), ", ".join(sorted(falling))])
+    return Table(
+        "γ",
+        ["run", "first", "left at", "≤ 1 from", "factors after that"],
+        rows,
+        f"In the authors' log: {AUTHORS_GAMMA}, then ω₂ = {GAMMA_FACTOR:.3f} a search.",
+    )

@@ -1,0 +1,158 @@
+"""Tables and plots as values, shown in the terminal, written as Markdown or as a page."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from kronfac_experiments.machine import machine
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text; the first column names the row.
+
+    Args:
+        heading: What is in it.
+        columns: Their headings.
+        rows: Lists of as many cells.
+        note: What the numbers mean.
+        detail: Too much for the terminal, which leaves it out.
+    """
+
+    heading: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    detail: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve of a plot; `dashed` for what was computed, not measured."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class LogLogPlot:
+    """Curves on two logarithmic axes; points that are not positive are left out."""
+
+    heading: str
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
+
+
+@dataclass(frozen=True)
+class BarPlot:
+    """A bar for each name, stacked from parts.
+
+    Args:
+        heading: What is in it.
+        unit: Unit of the lengths.
+        bars: Name, and length by part.
+    """
+
+    heading: str
+    unit: str
+    bars: Sequence[tuple[str, dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Drawn elsewhere; a PNG file, and what it shows in words."""
+
+    heading: str
+    description: str
+    png: bytes
+
+
+@dataclass(frozen=True)
+class Document:
+    """All that a benchmark has to say.
+
+    Args:
+        title: One line.
+        command: What made it.
+        settings: What the numbers depend on, in one paragraph.
+        tables: In their order.
+        plots: For the page.
+        picture: For the page, and beside the Markdown.
+    """
+
+    title: str
+    command: str
+    settings: str
+    tables: Sequence[Table]
+    plots: Sequence[LogLogPlot | BarPlot] = ()
+    picture: Picture | None = None
+
+    def show(self, console: Console) -> None:
+        """In the terminal."""
+        for table in (table for table in self.tables if not table.detail):
+            console.print(f"\n{table.heading}", style="bold")
+            console.print(self.settings)
+            shown = RichTable()
+            for index, column in enumerate(table.columns):
+                right = index > 0
+                shown.add_column(
+                    column, justify="right" if right else "left", overflow="fold", no_wrap=not right
+                )
+            for row in table.rows:
+                shown.add_row(*row)
+            console.print(shown)
+            if table.note:
+                console.print(table.note)
+
+    def markdown(self, picture: str = "") -> str:
+        """For a file of the documentation; `picture` is the name of a file beside it."""
+        blocks = [f"# {self.title}", f"Made by `{self.command}`.", self.settings]
+        for table in self.tables:
+            rule = ["---", *["---:"] * (len(table.columns) - 1)]
+            rows = [table.columns, rule, *table.rows]
+            blocks.append(f"## {table.heading}")
+            blocks.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
+            blocks += [table.note] if table.note else []
+        if self.picture is not None:
+            blocks += [f"## {self.picture.heading}", f"![{self.picture.description}]({picture})"]
+        return "\n\n".join(blocks) + "\n"
+
+    def write_markdown(self, path: Path) -> list[Path]:
+        """Write it, and its picture beside it; return where."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture = path.with_suffix(".png")
+        path.write_text(self.markdown(picture.name), encoding="utf-8")
+        if self.picture is None:
+            return [path]
+        picture.write_bytes(self.picture.png)
+        return [path, picture]
+
+
+def spread(values: Sequence[float], show: Callable[[float], str]) -> str:
+    """Median (smallest – largest), each as `show` writes it."""
+    return f"{show(median(values))} ({show(min(values))} – {show(max(values))})"
+
+
+def described(threads: int, seed: int, *more: str) -> str:
+    """The settings above every table, those of the machine last."""
+    return (
+        ", ".join(
+            [
+                *more,
+                "float32",
+                f"{threads} thread{'s' if threads > 1 else ''}",
+                f"seed {seed}",
+                f"torch {torch.__version__}",
+                f"{machine()['processor'] or 'unknown processor'}",
+            ]
+        )
+        + "."
+    )

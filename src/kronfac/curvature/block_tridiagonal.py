@@ -1,0 +1,229 @@
+"""F̂⁻¹ = Ξᵀ Λ Ξ, the inverse that is block-tridiagonal [MG15 §4.3].
+
+F̂ agrees with F̃ on its tridiagonal blocks and has a block-tridiagonal inverse: the gradients of the
+layers are taken for a Gaussian chain in which layer i depends on layer i + 1,
+
+    vec(DWᵢ) ~ N(Ψᵢ vec(DWᵢ₊₁), Σᵢ),   Ψᵢ = Ψᴬᵢ ⊗ Ψᴳᵢ,   Ψᴬᵢ = A_nextᵢ Aᵢ₊₁⁻¹,   Ψᴳᵢ = G_nextᵢ Gᵢ₊₁⁻¹,
+    Σᵢ = Aᵢ ⊗ Gᵢ − Ψᴬᵢ Aᵢ₊₁ Ψᴬᵢᵀ ⊗ Ψᴳᵢ Gᵢ₊₁ Ψᴳᵢᵀ,
+
+with A and G damped, A_next and G_next as they are. Λ = diag(Σ₁⁻¹, …, Σ_ℓ⁻¹), the last Σ being
+A_ℓ ⊗ G_ℓ, and Ξ has the identity on its diagonal and −Ψᵢ above it.
+
+With Aᵢ₊₁ = L Lᵀ the subtracted term is R Rᵀ for R = A_nextᵢ L⁻ᵀ, and Ψᴬᵢ = R L⁻¹: the root that
+`linalg.kronecker_difference` wants comes for free.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kronfac.curvature.base import Moments
+from kronfac.curvature.block_diagonal import BlockDiagonalInverse, PreparedBlocks
+from kronfac.curvature.curvature import Curvature, Link
+from kronfac.curvature.damping import FactoredTikhonov
+from kronfac.curvature.inverse import (
+    ApproximateInverse,
+    ChainOperator,
+    DampedInverse,
+    Piece,
+    failed,
+)
+from kronfac.curvature.kronecker import KroneckerMoments
+from kronfac.errors import NonFiniteError, NotPositiveDefiniteError, StateError
+from kronfac.linalg import (
+    KroneckerDifferenceInverse,
+    KroneckerProduct,
+    SmithDifferenceInverse,
+    decompose,
+    each,
+    inverse_from_cholesky,
+    shifted_choleskys,
+    smith,
+)
+from kronfac.storage import Layout
+
+Solver = Literal["decomposition", "smith"]
+SigmaInverse = KroneckerDifferenceInverse | SmithDifferenceInverse | KroneckerProduct
+
+
+@dataclass(frozen=True)
+class BlockTridiagonalInverse(ApproximateInverse):
+    """The Fisher with neighbouring layers correlated; for a chain of layers, other units by themselves.
+
+    Args:
+        tikhonov: the norm in π. The exact form has no efficient inverse here [MG15 §6.3].
+        solver: how Σ⁻¹ is computed, `"decomposition"` or `"smith"`, the squaring iteration, which
+            needs no eigendecomposition but more products a step [MG15 App. B].
+    """
+
+    couples: ClassVar[bool] = True
+    tikhonov: FactoredTikhonov = field(default_factory=FactoredTikhonov)
+    solver: Solver = "decomposition"
+
+    def __post_init__(self) -> None:
+        if self.solver not in get_args(Solver):
+            raise ValueError(
+                f"BlockTridiagonalInverse's solver is one of {get_args(Solver)}; got {self.solver!r}."
+            )
+        if not isinstance(self.tikhonov, FactoredTikhonov):
+            raise ValueError(
+                "BlockTridiagonalInverse works with FactoredTikhonov only: the exact form has no "
+                f"efficient inverse in it; got {self.tikhonov!r}."
+            )
+
+    @property
+    def for_trials(self) -> ApproximateInverse:
+        return BlockDiagonalInverse(self.tikhonov)
+
+    def prepare(self, curvature: Curvature) -> "_Prepared":
+        return _Prepared(curvature, self.tikhonov, self.solver)
+
+
+@dataclass(frozen=True)
+class DampedChain(ChainOperator):
+    """Ξᵀ Λ Ξ of the units of a chain."""
+
+    Sigma_inv: tuple[SigmaInverse, ...]  # ℓ of them
+    Psi_A: tuple[Tensor, ...]  # ℓ − 1, (in_i, in_{i+1})
+    Psi_G: tuple[Tensor, ...]  # ℓ − 1, (out_i, out_{i+1})
+
+    def check(self, *units: Layout) -> None:
+        """Raise a StateError if it can't be of these units."""
+        if len(self.Psi_A) != len(units) - 1 or len(self.Psi_G) != len(units) - 1:
+            raise StateError(
+                f"The state's chain of {len(units)} units must have one Ψ less on either side; got "
+                f"{len(self.Psi_A)} and {len(self.Psi_G)}. Load an earlier state."
+            )
+        for Sigma_inv, unit in zip(self.Sigma_inv, units, strict=True):
+            Sigma_inv.check(unit)
+        for this, other, Psi_A, Psi_G in zip(
+            units, units[1:], self.Psi_A, self.Psi_G, strict=False
+        ):
+            Link(Psi_A, Psi_G).check(this, other)  # the same shapes
+
+    @property
+    def length(self) -> int:
+        """The number of units."""
+        return len(self.Sigma_inv)
+
+    def mv_chain(self, vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The product with the vectors of these units: new tensors."""
+        V = self.Xi(vectors)
+        return self.Xi_transposed([block.mv(v) for block, v in zip(self.Sigma_inv, V, strict=True)])
+
+    def Xi(self, V: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """U_i = V_i − Ψᴳᵢ V_{i+1} Ψᴬᵢᵀ, U_ℓ = V_ℓ."""
+        products = map(_triple, self.Psi_G, V[1:], (Psi.mT for Psi in self.Psi_A))
+        return (*(v - p for v, p in zip(V, products, strict=False)), V[-1])
+
+    def Xi_transposed(self, V: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """U_i = V_i − Ψᴳᵀ_{i−1} V_{i−1} Ψᴬ_{i−1}, U_1 = V_1."""
+        products = map(_triple, (Psi.mT for Psi in self.Psi_G), V, self.Psi_A)
+        return (V[0], *(v - p for v, p in zip(V[1:], products, strict=True)))
+
+
+def _triple(left: Tensor, V: Tensor, right: Tensor) -> Tensor:
+    """left V right, in the order that needs fewer multiplications."""
+    (a, b), (_, c), (_, d) = left.shape, V.shape, right.shape
+    if a * b * c + a * c * d <= b * c * d + a * b * d:
+        return (left @ V) @ right
+    return left @ (V @ right)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    curvature: Curvature
+    tikhonov: FactoredTikhonov
+    solver: Solver
+
+    def damped(self, gamma: float) -> DampedInverse:
+        pieces: list[Piece] = []
+        blocks = self.curvature.blocks
+        for start, stop in chains(self.curvature):
+            chain = blocks[start:stop]
+            if len(chain) == 1:
+                pieces += PreparedBlocks(chain, self.tikhonov).damped(gamma).pieces
+                continue
+            links = self.curvature.links[start : stop - 1]
+            try:
+                pieces.append(self._chain(chain, links, gamma))
+            except (NonFiniteError, NotPositiveDefiniteError) as failure:
+                # Of a chain that can't be inverted as a whole, the units by themselves.
+                alone = PreparedBlocks(chain, self.tikhonov).damped(gamma)
+                pieces += alone.pieces if not alone.failures else [failed(failure)] * len(chain)
+        return DampedInverse(tuple(pieces))
+
+    def _chain(
+        self, blocks: Sequence[Moments], links: Sequence[Link | None], gamma: float
+    ) -> DampedChain:
+        pairs = [(b.A, b.G) for b in blocks if isinstance(b, KroneckerMoments)]
+        known = [link for link in links if link is not None]
+        count = len(pairs)
+        shifts = [self.tikhonov.shifts(A, G, gamma) for A, G in pairs]
+        L = shifted_choleskys(
+            [*(A for A, _ in pairs), *(G for _, G in pairs)],
+            [*(a for a, _ in shifts), *(g for _, g in shifts)],
+            [f"{side}[{i}]" for side in "AG" for i in range(count)],
+        )
+        L_A, L_G = L[:count], L[count:]
+        between = each(
+            _Between.of,
+            L_A[:-1],
+            L_G[:-1],
+            [link.A_next for link in known],
+            [link.G_next for link in known],
+            L_A[1:],
+            L_G[1:],
+            [self.solver] * (count - 1),
+        )
+        last = KroneckerProduct(inverse_from_cholesky(L_A[-1]), inverse_from_cholesky(L_G[-1]))
+        return DampedChain(
+            Sigma_inv=(*(b.Sigma_inv for b in between), last),
+            Psi_A=tuple(b.Psi_A for b in between),
+            Psi_G=tuple(b.Psi_G for b in between),
+        )
+
+
+def chains(curvature: Curvature) -> list[tuple[int, int]]:
+    """The runs of linked units, first and one past the last; a unit without a link is one by itself."""
+    runs: list[tuple[int, int]] = []
+    start = 0
+    for i in range(len(curvature.blocks)):
+        if i >= len(curvature.links) or curvature.links[i] is None:
+            runs.append((start, i + 1))
+            start = i + 1
+    return runs
+
+
+@dataclass(frozen=True)
+class _Between:
+    """What belongs between a unit and the next."""
+
+    Sigma_inv: SigmaInverse
+    Psi_A: Tensor
+    Psi_G: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        L_A: Tensor,
+        L_G: Tensor,
+        A_next: Tensor,
+        G_next: Tensor,
+        next_L_A: Tensor,
+        next_L_G: Tensor,
+        solver: Solver,
+    ) -> "_Between":
+        R_A, Psi_A = _regress(A_next, next_L_A)
+        R_G, Psi_G = _regress(G_next, next_L_G)
+        solve = decompose if solver == "decomposition" else smith
+        return cls(solve(L_A, L_G, R_A, R_G), Psi_A, Psi_G)
+
+
+def _regress(cross: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
+    """R = N L⁻ᵀ and Ψ = R L⁻¹ for N = E[x x'ᵀ] and E[x' x'ᵀ] = L Lᵀ."""
+    R = torch.linalg.solve_triangular(L.mT, cross, upper=True, left=False)
+    return R, torch.linalg.solve_triangular(L, R, upper=False, left=False)

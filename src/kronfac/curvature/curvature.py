@@ -1,0 +1,92 @@
+"""The curvature of all units: their moments, and what couples neighbours in a chain."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from kronfac.curvature.base import Moments
+from kronfac.curvature.kronecker import KroneckerMoments
+from kronfac.errors import StateError
+from kronfac.ranges import Range
+from kronfac.storage import Layout, Storable, check_shapes
+
+CEILING = 0.95
+"""The largest decay of the moving averages in the paper: they remember 20 iterations [MG15 §5]."""
+
+
+@dataclass(frozen=True)
+class Link(Storable):
+    """Second moments between a unit and the next one in a chain [MG15 §4.3]."""
+
+    A_next: Tensor  # E[ā ā'ᵀ] (columns, columns')
+    G_next: Tensor  # E[g g'ᵀ] (rows, rows')
+
+    def check(self, *units: Layout) -> None:
+        """Raise a StateError if it can't be between these two units."""
+        this, other = units
+        between = {"A_next": (this.columns, other.columns), "G_next": (this.rows, other.rows)}
+        check_shapes(self, between, this)
+
+
+@dataclass(frozen=True)
+class Curvature(Storable):
+    """Moving averages of the statistics of all units: a value."""
+
+    blocks: tuple[Moments, ...]
+    links: tuple[Link | None, ...] = ()
+    """Between each unit and the next; None if they are not neighbours in a chain. Empty without chains."""
+    examples: Annotated[float, Range(0, above=True, infinite=True)] = math.inf
+    """How many examples of equal weight would be as sure an estimate."""
+
+    def check(self, *units: Layout) -> None:
+        """Raise a StateError if it can't be the curvature of these units."""
+        if len(self.blocks) != len(units) or len(self.links) not in (0, len(units) - 1):
+            raise StateError(
+                f"The state's curvature must have a block for each of {len(units)} units, and links "
+                f"between all of them or none; got {len(self.blocks)} blocks and {len(self.links)} "
+                "links. Load it into the model that it was saved with."
+            )
+        for block, unit in zip(self.blocks, units, strict=True):
+            block.check(unit)
+        for link, *pair in zip(self.links, units, units[1:], strict=False):
+            if link is not None:
+                link.check(*pair)
+
+    def mean(self) -> float:
+        """tr F̆ / dim F̆, of the size of a typical eigenvalue; 1 if that is 0 or not finite."""
+        # One synchronisation for all units.
+        trace = float(torch.stack([block.trace() for block in self.blocks]).sum())
+        mean = trace / sum(block.size for block in self.blocks)
+        return mean if 0 < mean < math.inf else 1.0
+
+    def sampling_error(self) -> float:
+        """The damping of A ⊗ G that makes up for its having been estimated from n examples.
+
+        The inverse of a second moment of d features is too large on average, by a share of about d/n of
+        what it should be. Adding tr(A)/n to the eigenvalues of A, whose mean is tr(A)/d, makes up for
+        that. With tr(G)/n for G the product of what is added is
+
+            tr(A) tr(G) / n²,
+
+        here as a mean over all parameters with such a block.
+        """
+        blocks = [block for block in self.blocks if isinstance(block, KroneckerMoments)]
+        if not blocks:
+            return 0.0
+        sizes = [block.size for block in blocks]
+        weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+        mean = torch.stack([block.trace() for block in blocks]).cpu() @ weights
+        return float(mean) / self.examples**2
+
+
+def ema_decay(iteration: int, ceiling: float | None = None, memory: float = 1.0) -> float:
+    """ε = min(1 − 1/k, ceiling) [MG15 §5]: a plain average at first, then an exponential one.
+
+    Without a ceiling it is the paper's, or as long a memory as momentum may have if that is longer.
+    """
+    if ceiling is None:
+        ceiling = max(CEILING, 1 - 1 / memory)
+    return min(1 - 1 / iteration, ceiling)

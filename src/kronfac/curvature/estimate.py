@@ -1,0 +1,197 @@
+"""The moments of all units on the examples S₁: forward passes, and backward passes from vectors [MG15 §5].
+
+Each term enters as a vector r in output space with E[r rᵀ] = s w F_R. What it becomes at the outputs of
+every use is what the blocks see.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kronfac.curvature.base import Block, Moments, SummedGradient, Taps
+from kronfac.curvature.curvature import Curvature, Link
+from kronfac.curvature.fisher import Fisher, Outputs
+from kronfac.curvature.kronecker import KroneckerBlock, Product
+from kronfac.objective import Terms
+
+
+class Examples(Protocol):
+    """A micro-batch."""
+
+    @property
+    def examples(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def terms(self) -> Sequence[Terms]:
+        """The terms of every loss call."""
+        ...
+
+
+class Tapped(Protocol):
+    """The network around θ on a micro-batch."""
+
+    @property
+    def outputs(self) -> Sequence[Tensor]:
+        """z of every loss call, (terms, event)."""
+        ...
+
+    def taps(self, vectors: Sequence[Tensor | None]) -> Sequence[Taps]:
+        """What every unit shows for rᵀf, one r for each loss call."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sample:
+    """S₁, and how to go through it."""
+
+    passes: Sequence[Examples]
+    linearize: Callable[[Examples], Tapped]
+    factor: float = 1.0
+    """What the terms count: examples of the whole mini-batch over those of S₁."""
+
+    @property
+    def examples(self) -> int:
+        """How many there are."""
+        return sum(part.examples for part in self.passes)
+
+
+def estimate(
+    sample: Sample,
+    blocks: Sequence[Block],
+    fisher: Fisher,
+    generator: torch.Generator,
+    *,
+    links: Sequence[bool] = (),
+    old: Curvature | None = None,
+    decay: float = 0.0,
+) -> Curvature:
+    """The curvature on S₁, averaged into `old` with weight 1 − decay.
+
+    Args:
+        sample: S₁.
+        blocks: of the units.
+        fisher: where the vectors come from.
+        generator: for random numbers.
+        links: whether each unit and the next are neighbours in a chain whose cross moments are wanted.
+        old: the moving average so far.
+        decay: ε.
+    """
+    if old is not None and len(old.blocks) != len(blocks):
+        raise ValueError(
+            f"The moving average is of {len(old.blocks)} units, the network has {len(blocks)}."
+        )
+    averages = [block.average(_old(block, old, i), decay) for i, block in enumerate(blocks)]
+    chains = _Chains(blocks, links, old, decay)
+    total = sample.examples
+    for part, view, noise in _with_noise(sample, fisher, generator):
+        first, share = True, part.examples / total
+        scale = part.terms[0].scale or 1.0
+        weight = scale * sample.factor / fisher.draws
+        outputs = [
+            Outputs(terms, z, draws, max(terms.count // max(part.examples, 1), 1))
+            for terms, z, draws in zip(part.terms, view.outputs, noise, strict=True)
+        ]
+        for vectors in fisher.vectors(outputs):
+            weighed = [
+                None if v is None else terms.weigh_by_root(v, scale)
+                for terms, v in zip(part.terms, vectors, strict=True)
+            ]
+            taps = view.taps(weighed)
+            for average, unit in zip(averages, taps, strict=True):
+                average.add(unit, first, share, weight)
+            chains.add(taps, first, share, weight)
+            first = False
+    moments = tuple(average.value() for average in averages)
+    return Curvature(moments, chains.value(), _examples(total, old, decay))
+
+
+def _old(block: Block, old: Curvature | None, number: int) -> Moments | None:
+    """The moments so far, unless the unit has had another block."""
+    moments = None if old is None else old.blocks[number]
+    return moments if isinstance(moments, block.moments) else None
+
+
+def _examples(new: int, old: Curvature | None, decay: float) -> float:
+    """How many examples of equal weight are as sure an estimate as the moving average is."""
+    if old is None:
+        return float(new)
+    return 1 / ((1 - decay) ** 2 / new + decay**2 / old.examples)
+
+
+def _with_noise(
+    sample: Sample, fisher: Fisher, generator: torch.Generator
+) -> Iterator[tuple[Examples, Tapped, list[Tensor | None]]]:
+    """Every pass with its random numbers, drawn for all examples at once.
+
+    A generator asked in chunks gives other numbers: so the estimate does not depend on the chunk size.
+    """
+    heads = [list(calls) for calls in zip(*(part.terms for part in sample.passes), strict=False)]
+    left: list[Tensor | None] = []
+    for i, part in enumerate(sample.passes):
+        view = sample.linearize(part)
+        if i == 0:
+            left = [
+                fisher.noise(calls[0], sum(terms.count for terms in calls), z, generator)
+                for calls, z in zip(heads, view.outputs, strict=False)
+            ]
+        noise: list[Tensor | None] = []
+        for j, terms in enumerate(part.terms):
+            if j >= len(left):  # not every pass has this loss call
+                noise.append(fisher.noise(terms, terms.count, view.outputs[j], generator))
+                continue
+            draws = left[j]
+            noise.append(None if draws is None else draws[:, : terms.count])
+            left[j] = None if draws is None else draws[:, terms.count :]
+        yield part, view, noise
+
+
+class _Chains:
+    """Cross moments of neighbouring units."""
+
+    def __init__(
+        self, blocks: Sequence[Block], links: Sequence[bool], old: Curvature | None, decay: float
+    ) -> None:
+        self._blocks = blocks
+        self._products: list[tuple[Product, Product] | None] = []
+        for i, linked in enumerate(links):
+            before = old.links[i] if old is not None and old.links else None
+            self._products.append(
+                (
+                    Product(None if before is None else before.A_next, decay),
+                    Product(None if before is None else before.G_next, decay),
+                )
+                if linked
+                else None
+            )
+
+    def add(self, taps: Sequence[Taps], first: bool, share: float, weight: float) -> None:
+        """Add what one backward pass shows."""
+        if not any(self._products):
+            return
+        rows = [self._rows(i, unit) for i, unit in enumerate(taps)]
+        for i, products in enumerate(self._products):
+            here, there = rows[i], rows[i + 1]
+            if products is None or here is None or there is None:
+                continue
+            if first:
+                products[0].add(here[0], there[0], share / len(here[0]))
+            products[1].add(here[1], there[1], weight)
+
+    def _rows(self, number: int, taps: Taps) -> tuple[Tensor, Tensor] | None:
+        block = self._blocks[number]
+        if isinstance(taps, SummedGradient) or not isinstance(block, KroneckerBlock):
+            return None
+        a, g = block.rows(taps)
+        return a[0], g[0]
+
+    def value(self) -> tuple[Link | None, ...]:
+        """The averages with everything that was added."""
+        return tuple(
+            None if products is None else Link(products[0].value(), products[1].value())
+            for products in self._products
+        )

@@ -1,0 +1,152 @@
+"""From moments to something that multiplies a vector: strategy → prepared → damped.
+
+    strategy.prepare(curvature).damped(gamma).mv(gradient)
+
+`prepare` does what every candidate γ shares, `damped` the rest. A vector in parameter space is a tuple with
+one matrix V (rows, columns) per unit; of a gradient, V may be given as an outer product.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from kronfac.curvature.base import Operator
+from kronfac.curvature.curvature import Curvature
+from kronfac.errors import StateError
+from kronfac.linalg import Failure, KroneckerProduct, OuterProduct
+from kronfac.storage import Layout, Storable
+
+Vectors = Sequence[Tensor | OuterProduct]
+
+
+class ChainOperator(Storable, ABC):
+    """The inverse of several neighbouring units together."""
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """The number of units."""
+
+    @abstractmethod
+    def mv_chain(self, vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The product with the vectors of these units: new tensors."""
+
+
+@dataclass(frozen=True)
+class Failed(Storable):
+    """Stands for the inverse of a unit that has none."""
+
+    message: str
+
+
+Piece = Operator | ChainOperator | Failed
+
+
+@dataclass(frozen=True)
+class DampedInverse(Storable):
+    """An approximate Fisher inverse, damped: symmetric, positive definite and ready to multiply."""
+
+    pieces: tuple[Piece, ...]
+    """One per unit, or one for several neighbouring units, in the order of the units."""
+
+    def check(self, *units: Layout) -> None:
+        """Raise a StateError if it can't be the inverse of these units' curvature."""
+        lengths = [p.length if isinstance(p, ChainOperator) else 1 for p in self.pieces]
+        if sum(lengths) != len(units):
+            raise StateError(
+                f"The state's inverse must be that of {len(units)} units; got {sum(lengths)}. Load it "
+                "into the model that it was saved with."
+            )
+        start = 0
+        for piece, length in zip(self.pieces, lengths, strict=True):
+            assert isinstance(piece, Storable)
+            piece.check(*units[start : start + length])
+            start += length
+
+    def mv(self, vectors: Vectors) -> tuple[Tensor, ...]:
+        """The product with a vector in parameter space: new tensors, which the caller may overwrite."""
+        units = sum(map(_length, self.pieces))
+        if len(vectors) != units:
+            raise ValueError(f"This inverse is of {units} units; got {len(vectors)} matrices.")
+        products: list[Tensor] = []
+        for piece in self.pieces:
+            if isinstance(piece, ChainOperator):
+                part = vectors[len(products) : len(products) + piece.length]
+                products += piece.mv_chain(
+                    [V.to_dense() if isinstance(V, OuterProduct) else V for V in part]
+                )
+            else:
+                products.append(_multiply(piece, vectors[len(products)]))
+        return tuple(products)
+
+    @property
+    def failures(self) -> list[tuple[int, str]]:
+        """The numbers of the units that have no inverse, and why."""
+        number, found = 0, []
+        for piece in self.pieces:
+            if isinstance(piece, Failed):
+                found.append((number, piece.message))
+            number += _length(piece)
+        return found
+
+    def completed_by(self, old: "DampedInverse | None") -> "DampedInverse | None":
+        """The same with the old inverse of every unit that has no new one; None if that has none either."""
+        if not self.failures:
+            return self
+        if old is None or len(old.pieces) != len(self.pieces):
+            return None
+        pieces = tuple(
+            before if isinstance(piece, Failed) else piece
+            for piece, before in zip(self.pieces, old.pieces, strict=True)
+        )
+        return None if any(isinstance(p, Failed) for p in pieces) else replace(self, pieces=pieces)
+
+
+def _length(piece: Piece) -> int:
+    """The number of units that a piece is of."""
+    return piece.length if isinstance(piece, ChainOperator) else 1
+
+
+def _multiply(piece: Piece, V: Tensor | OuterProduct) -> Tensor:
+    assert not isinstance(piece, (Failed, ChainOperator))
+    if isinstance(piece, KroneckerProduct):  # which alone has a use for the factors
+        return piece.mv(V)
+    return piece.mv(V.to_dense() if isinstance(V, OuterProduct) else V)
+
+
+class PreparedInverse(Protocol):
+    """What is shared by all γ at one refresh."""
+
+    def damped(self, gamma: float) -> DampedInverse:
+        """The inverse with damping strength γ [MG15 §6.6]."""
+        ...
+
+
+class ApproximateInverse(ABC):
+    """How the Fisher is approximated and inverted; immutable, holds settings only."""
+
+    couples: ClassVar[bool] = False
+    """Whether neighbours in a chain are inverted together, which needs their links."""
+
+    def wants_factors(
+        self, shapes: Sequence[tuple[int, int]], examples: int, weight_decay: float
+    ) -> bool:
+        """Whether it has a use for the gradient as outer products, for units of these shapes."""
+        return False
+
+    @property
+    def for_trials(self) -> "ApproximateInverse":
+        """An inverse much like this one, for trial steps, if this one is expensive."""
+        return self
+
+    @abstractmethod
+    def prepare(self, curvature: Curvature) -> PreparedInverse:
+        """What every γ shares."""
+
+
+def failed(failure: Failure | str) -> Failed:
+    """The place of an inverse that could not be computed."""
+    return Failed(str(failure))

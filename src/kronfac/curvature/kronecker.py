@@ -1,0 +1,184 @@
+"""A Kronecker-factored block: A ⊗ G from the second moments of inputs and output gradients [MG15 §3, §5].
+
+If one example uses V at several places, or V is used several times, there are two ways to factorise
+(Eschenhagen et al. 2023):
+
+- expand: every place counts as an example of its own: A = mean of ā āᵀ over all places of all examples,
+  G = Σ over them of g gᵀ, which is not divided by the number of places;
+- reduce: an example's places are taken together first: A from the mean of its ā, G from the sum of its g.
+
+With one place they are the same. Either side may be kept as its diagonal, for very wide layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kronfac.curvature.base import Block, Moments, Operator, SummedGradient, Tap, Taps
+from kronfac.curvature.damping import ExactTikhonov, Tikhonov
+from kronfac.linalg import EigenKroneckerSum, KroneckerProduct, eigh, shifted_inverse
+from kronfac.linalg.kronecker import kron
+from kronfac.storage import Shapes
+
+Sharing = Literal["expand", "reduce"]
+
+
+@dataclass(frozen=True)
+class KroneckerMoments(Moments):
+    """The factors; a side that is kept as its diagonal has one dimension."""
+
+    A: Tensor  # E[ā āᵀ] (columns, columns)
+    G: Tensor  # E[g gᵀ] (rows, rows)
+
+    def shapes(self, rows: int, columns: int) -> Shapes:
+        """Square sides, or their diagonals."""
+        return {"A": [(columns, columns), (columns,)], "G": [(rows, rows), (rows,)]}
+
+    def damped(self, gamma: float, tikhonov: Tikhonov) -> Operator:
+        """(A + πγI)⁻¹ ⊗ (G + γ/π I)⁻¹, or (A ⊗ G + γ²I)⁻¹ for the exact form."""
+        if isinstance(tikhonov, ExactTikhonov):
+            (s_A, E_A), (s_G, E_G) = (_eigen(M, name) for M, name in ((self.A, "A"), (self.G, "G")))
+            return EigenKroneckerSum(E_A, s_A, E_G, s_G, gamma**2)
+        shifts = tikhonov.shifts(self.A, self.G, gamma)
+        A, G = map(shifted_inverse, (self.A, self.G), shifts, ("A", "G"))
+        return KroneckerProduct(A, G)
+
+    def trace(self) -> Tensor:
+        """tr(A) tr(G), which may be larger than the dtype of the factors can hold."""
+        return _trace(self.A) * _trace(self.G)
+
+    def dense(self) -> Tensor:
+        """A ⊗ G."""
+        return kron(*(torch.diag(M) if M.dim() == 1 else M for M in (self.A, self.G)))
+
+    def probe(self) -> list[Tensor]:
+        """The traces: if they are finite, so are the diagonals, which bound the rest."""
+        return [M.sum() if M.dim() == 1 else M.trace() for M in (self.A, self.G)]
+
+    @property
+    def size(self) -> int:
+        """The number of parameters."""
+        return len(self.A) * len(self.G)
+
+
+def _trace(M: Tensor) -> Tensor:
+    return (M if M.dim() == 1 else M.diagonal()).sum(dtype=torch.float64)
+
+
+def _eigen(M: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    if M.dim() == 1:
+        return M, torch.eye(len(M), dtype=M.dtype, device=M.device)
+    return eigh(M, name)
+
+
+@dataclass(frozen=True)
+class KroneckerBlock(Block):
+    """A ⊗ G.
+
+    Args:
+        sharing: `"expand"` or `"reduce"`, see above.
+        diagonal_inputs: whether A is kept as its diagonal.
+        diagonal_grads: whether G is.
+    """
+
+    moments: ClassVar[type[Moments]] = KroneckerMoments
+    sharing: Sharing = "expand"
+    diagonal_inputs: bool = False
+    diagonal_grads: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sharing not in get_args(Sharing):
+            raise ValueError(
+                f"KroneckerBlock's sharing is one of {get_args(Sharing)}; got {self.sharing!r}."
+            )
+
+    def observe(self, taps: Taps, share: float, weight: float) -> KroneckerMoments:
+        """The moments of one backward pass."""
+        average = KroneckerAverage(self, None, 0.0)
+        average.add(taps, True, share, weight)
+        return average.value()
+
+    def average(self, old: Moments | None, decay: float) -> "KroneckerAverage":
+        """The moving average, with decay and weight folded into the products that make it."""
+        assert old is None or isinstance(old, KroneckerMoments)
+        return KroneckerAverage(self, old, decay)
+
+    def rows(self, taps: Sequence[Tap]) -> tuple[list[Tensor], list[Tensor]]:
+        """The vectors that A and G are second moments of, each (vectors, features), use by use."""
+        if self.sharing == "expand":
+            return [t.inputs.flatten(0, 1) for t in taps], [t.grads.flatten(0, 1) for t in taps]
+        places = sum(t.inputs.shape[1] for t in taps)
+        a = sum(t.inputs.sum(dim=1) for t in taps) / places
+        g = sum(t.grads.sum(dim=1) for t in taps)
+        assert isinstance(a, Tensor)
+        assert isinstance(g, Tensor)
+        return [a], [g]
+
+
+class KroneckerAverage:
+    """ε · old + (1 − ε) · (weighted sums of products), without a pass over memory of its own.
+
+    On a CPU the passes over memory that this saves cost as much as the products themselves.
+    """
+
+    def __init__(self, block: KroneckerBlock, old: KroneckerMoments | None, decay: float) -> None:
+        self._block = block
+        self.sides = (
+            Product(None if old is None else old.A, decay, block.diagonal_inputs),
+            Product(None if old is None else old.G, decay, block.diagonal_grads),
+        )
+
+    def add(self, taps: Taps, first: bool, share: float, weight: float) -> None:
+        """Add what one backward pass shows."""
+        assert not isinstance(taps, SummedGradient), "a Kronecker block needs the uses of its unit"
+        a, g = self._block.rows(taps)
+        A, G = self.sides
+        if first:
+            count = sum(map(len, a))
+            for x in a:
+                A.add(x, x, share / count)
+        for y in g:
+            G.add(y, y, weight)
+
+    def value(self) -> KroneckerMoments:
+        """The average with everything that was added."""
+        A, G = self.sides
+        return KroneckerMoments(A.value(), G.value())
+
+
+class Product:
+    """A moving average of Σ weight · x yᵀ, or of its diagonal."""
+
+    def __init__(self, old: Tensor | None, decay: float, diagonal: bool = False) -> None:
+        """ε = `decay`; without an old value the new one counts in full."""
+        self._old, self._decay = old, 0.0 if old is None else decay
+        self._diagonal = diagonal
+        self._sum: Tensor | None = None
+
+    def add(self, x: Tensor, y: Tensor, weight: float) -> None:
+        """Add weight · Σ x yᵀ over the rows of x and y."""
+        weight *= 1 - self._decay
+        if self._diagonal:
+            self._add(torch.einsum("ni,ni->i", x, y) * weight)
+        elif self._sum is not None:
+            self._sum.addmm_(x.mT, y, alpha=weight)
+        elif self._old is None or self._decay == 0:
+            self._sum = (x.mT @ y).mul_(weight)
+        else:
+            self._sum = torch.addmm(self._old, x.mT, y, beta=self._decay, alpha=weight)
+
+    def _add(self, new: Tensor) -> None:
+        if self._sum is not None:
+            self._sum.add_(new)
+        elif self._old is None or self._decay == 0:
+            self._sum = new
+        else:
+            self._sum = torch.add(new, self._old, alpha=self._decay)
+
+    def value(self) -> Tensor:
+        """The average with everything that was added."""
+        assert self._sum is not None
+        return self._sum

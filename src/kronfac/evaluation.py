@@ -1,0 +1,285 @@
+"""What the user's code computed at θ, however it was called: loss, gradient, and the loss elsewhere.
+
+A closure of the user's, its micro-batches and K-FAC's own closure all end here.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.closure import MiniBatchClosure
+from kronfac.curvature import ApproximateInverse, Curvature
+from kronfac.errors import ClosureError, UnsupportedModelError
+from kronfac.linalg import OuterProduct
+from kronfac.linearization.by_hand import outputs_at
+from kronfac.network import Batch, Matrices, Network, dot, record
+from kronfac.network.chain import chain_network
+from kronfac.precision import Context
+
+LOSS_TOLERANCE = 64
+"""Relative difference, in ε of the parameters' dtype, between the loss that a closure returned and the loss
+of the calls that were seen, above which the closure computes something that K-FAC cannot see. Both are of
+the same pass: only the summation over micro-batches differs."""
+
+StaleGradients = Mapping[nn.Parameter, tuple[Tensor, int]]
+"""Gradients from before a closure was called, with their versions."""
+
+
+class RefusedError(Exception):
+    """This step must not be taken."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The objective at θ on the examples of the mini-batch S′."""
+
+    network: Network
+    """With its layers in the order of the chain, if that matters."""
+    returned: Any
+    """What the closure returned."""
+    returned_loss: Tensor
+    """The same as a tensor without dimensions."""
+    loss: Tensor
+    """The same, but for a closure in half precision: see `in_full_precision`."""
+    weight_decay: float
+    batch: Batch
+    reevaluate: Callable[[], Any]
+    """Calls the closure again, for losses that K-FAC cannot see."""
+    stale: StaleGradients
+    factors: Sequence[OuterProduct] | None = None
+    """The gradient without weight decay as outer products, if they are wanted."""
+
+    def gradient(self) -> Matrices:
+        """∇h, the weight decay's ηθ included; what was there before the closure does not count."""
+        gradients = []
+        for unit in self.network.units:
+            grads = []
+            for p in unit.parameters:
+                old, version = self.stale.get(p, (None, 0))
+                if p.grad is not None and (p.grad is not old or p.grad._version != version):
+                    grads.append(p.grad)
+            if len(grads) < len(unit.parameters):
+                raise ClosureError(
+                    f"The closure left no gradient in {unit.name!r}: it has to call backward() on a loss "
+                    "that depends on every trained parameter. Freeze what it does not depend on with "
+                    "requires_grad_(False) before KFAC is made."
+                )
+            if self.weight_decay:
+                V = grads[0].new_empty(unit.shape)
+                for part, grad, p in zip(unit.split(V), grads, unit.parameters, strict=True):
+                    torch.add(grad, p, alpha=self.weight_decay, out=part)  # one pass over memory
+                gradients.append(V)
+            else:
+                gradients.append(unit.join(grads))
+        return tuple(gradients)
+
+    def accumulated(self) -> bool:
+        """Whether the closure added its gradient to one that was there before."""
+        return any(
+            p.grad is old and old._version != version for p, (old, version) in self.stale.items()
+        )
+
+    def agrees(self, loss: float, seen_loss: float) -> bool:
+        """Whether the closure's loss is that of the loss calls that were seen."""
+        largest = max(abs(loss), abs(seen_loss))
+        tolerance = LOSS_TOLERANCE * torch.finfo(self.network.dtype).eps * largest
+        return math.isfinite(largest) and abs(loss - seen_loss) <= tolerance
+
+    def loss_seen(self) -> bool:
+        """The same for its own loss, for which the host waits."""
+        seen = self.batch.seen_loss
+        return seen is not None and self.agrees(float(self.loss), float(seen))
+
+    def loss_at(self, delta: Matrices, loss_seen: bool) -> Tensor:
+        """The loss at θ + δ on the same examples, float64: by a forward pass, or by calling the closure."""
+        if loss_seen:
+            return _loss(self.network, self.batch, delta)
+        parameters = self.network.parameters
+        kept = [p.grad for p in parameters]
+        try:
+            for p in parameters:
+                p.grad = None
+            with self.network.displaced(delta), torch.enable_grad():
+                returned = self.reevaluate()
+            return as_loss(returned, self.network.device).double()
+        finally:
+            for p, grad in zip(parameters, kept, strict=True):
+                p.grad = grad
+
+    def change(self, delta: Matrices, loss_seen: bool) -> float:
+        """h(θ + δ) − h(θ) on S′, weight decay included [MG15 §6.5]."""
+        old = self.batch.seen_loss if loss_seen else self.loss
+        assert old is not None
+        return float(self.loss_at(delta, loss_seen) - old.double()) + self.decay_change(delta)
+
+    def decay_change(self, delta: Matrices) -> float:
+        """η/2 (‖θ + δ‖² − ‖θ‖²) without the cancellation."""
+        if self.weight_decay == 0:
+            return 0.0
+        theta = self.network.theta()
+        return self.weight_decay * float(dot(theta, delta) + dot(delta, delta) / 2)
+
+    @property
+    def resolution(self) -> float:
+        """The loss below which its gradient is rounding error."""
+        terms = [terms for part in self.batch.passes for terms in part.terms]
+        total = sum(t.total_weight for t in terms if t.likelihood.saturates)
+        return total * torch.finfo(self.network.dtype).eps
+
+
+@dataclass(frozen=True)
+class Point:
+    """An evaluation with its gradient, which takes memory that a validation can do without."""
+
+    evaluation: Evaluation
+    gradient: Matrices
+    """∇h, weight decay included."""
+
+    @classmethod
+    def of(cls, evaluation: Evaluation) -> "Point":
+        """With the gradient that the closure left."""
+        return cls(evaluation, evaluation.gradient())
+
+    def check_finite(self, curvature: Curvature) -> None:
+        """Raise `RefusedError` with the first cause of non-finite numbers, if there is one."""
+        loss, units = self.evaluation.loss, self.evaluation.network.units
+        if not bool(loss.isfinite()):
+            raise RefusedError(f"The loss is {float(loss)}.")
+        for unit, V in zip(units, self.gradient, strict=True):
+            if not bool(V.isfinite().all()):
+                raise RefusedError(f"The gradient of {unit.name!r} is not finite.")
+        for unit, block in zip(units, curvature.blocks, strict=True):
+            if not all(bool(number.isfinite()) for number in block.probe()):
+                raise RefusedError(f"The statistics of {unit.name!r} are not finite.")
+
+
+def evaluate(
+    closure: Callable[[], Any],
+    model: nn.Module,
+    network: Network,
+    *,
+    weight_decay: float,
+    inverse: ApproximateInverse,
+    callers: Context,
+) -> Evaluation:
+    """Call the closure.
+
+    Args:
+        closure: of the user's, or of `KFAC.closure`.
+        model: what it calls; `network.model` is what is inside, if that is compiled.
+        network: what is trained.
+        weight_decay: η.
+        inverse: how the curvature is inverted.
+        callers: the context that the closure was to be called in, see `precision.py`.
+
+    Raises:
+        ClosureError: it did not do what a step needs.
+        UnsupportedModelError: the model has been changed.
+    """
+    refuse_changes(network)
+    own = closure if isinstance(closure, MiniBatchClosure) else None
+    if own and own.objective is not network.objective:
+        own = None  # another optimizer's, perhaps of another model: the recorder will see
+
+    def call() -> Any:
+        with callers():
+            return closure()
+
+    found = None
+    if own:
+        shapes = [unit.shape for unit in network.units]
+        wanted = inverse.wants_factors(shapes, own.examples(), weight_decay)
+        with callers():
+            found = own.by_hand(network, wanted)
+    stale: StaleGradients = {}
+    factors: Sequence[OuterProduct] | None = None
+    if found:
+        returned, batch, factors = found.loss, found.batch, found.factors
+    else:
+        if not own:  # K-FAC's own closure leaves none; to hold on to them would only cost memory
+            grads = [(p, p.grad) for p in network.parameters]
+            stale = {p: (grad, grad._version) for p, grad in grads if grad is not None}
+        versions = network.buffers.versions()
+        with record(model, network.objective) as recording, torch.enable_grad():
+            returned = call()
+        batch = recording.batch()
+        network.buffers.note_writes(versions)
+    if inverse.couples and not network.links:
+        with network.buffers.preserved():
+            network = chain_network(network, batch.passes[0])
+    loss = as_loss(returned, network.device)
+    evaluation = Evaluation(
+        network, returned, loss, loss, weight_decay, batch, call, stale, factors
+    )
+    return in_full_precision(evaluation) if batch.mixed else evaluation
+
+
+def refuse_changes(network: Network) -> None:
+    """Refuse what a step can't be made with; it may have come after the units were found.
+
+    Raises:
+        UnsupportedModelError: a unit is frozen.
+    """
+    for unit in network.units:
+        if not all(p.requires_grad for p in unit.parameters):
+            raise UnsupportedModelError(
+                f"{unit.name!r} has been frozen since this KFAC was made, which trains it; make a new one "
+                "after changing the model."
+            )
+
+
+def in_full_precision(evaluation: Evaluation) -> Evaluation:
+    """For a closure in half precision: with the loss as K-FAC's own passes find it, if they can.
+
+    The change of the loss with a step is the difference of two such; in half precision it would be rounding
+    error. By how much `returned_loss` differs counts as noise when the step is validated: so does the
+    gradient.
+    """
+    if not evaluation.loss_seen():
+        return evaluation
+    passes = []
+    for part in evaluation.batch.passes:
+        outputs = part.run(evaluation.network.model)
+        losses = tuple(
+            replace(loss, value=loss.evaluate(z))
+            for loss, z in zip(part.losses, outputs, strict=True)
+        )
+        passes.append(replace(part, losses=losses))
+    batch = replace(evaluation.batch, passes=tuple(passes))
+    loss = batch.seen_loss
+    assert loss is not None
+    return replace(evaluation, loss=loss, batch=batch)
+
+
+@torch.no_grad()
+def _loss(network: Network, batch: Batch, delta: Matrices) -> Tensor:
+    """The objective at θ + δ by forward passes, float64."""
+    parts: list[Tensor] = []
+    others = []
+    for part in batch.passes:
+        outputs = outputs_at(network, part, delta)
+        if outputs is None:
+            others.append(part)
+        else:
+            parts.append(part.losses[0].evaluate(outputs))
+    if others:
+        with network.displaced(delta):
+            for part in others:
+                pairs = zip(part.losses, part.run(network.model), strict=True)
+                parts += [loss.evaluate(z) for loss, z in pairs]
+    return torch.stack(parts).sum()
+
+
+def as_loss(returned: Any, device: torch.device) -> Tensor:
+    """What the closure returned as a tensor without dimensions; a Python number is float64."""
+    dtype = torch.float64 if isinstance(returned, float) else None
+    try:
+        return torch.as_tensor(returned, dtype=dtype, device=device).detach().reshape(())
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ClosureError(
+            f"The closure has to return the loss, one number; got {returned!r}."
+        ) from error

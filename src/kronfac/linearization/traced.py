@@ -1,0 +1,98 @@
+"""Any network: uses and Jᵀ r from torch's graph, J v by one of two engines."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kronfac.curvature import SummedGradient, Tap, Taps
+from kronfac.linearization import finite_difference, forward_mode
+from kronfac.linearization.base import Linearization
+from kronfac.network import Matrices, Network, Pass, Uses, record_uses
+
+
+class Traced(Linearization):
+    """The graph of one forward pass, made when it is first needed."""
+
+    def __init__(self, network: Network, part: Pass) -> None:
+        super().__init__(part)
+        self._network = network
+
+    @cached_property
+    def _graph(self) -> tuple[list[Tensor], list[Tensor], Uses]:
+        """Outputs of the loss calls with a graph, as (terms, event) and raw, and the uses of the units."""
+        network = self._network
+        with torch.enable_grad(), record_uses(network.sites, len(network.units)) as uses:
+            raw = self.part.run(network.model)
+            ends = [terms.matrix(z) for terms, z in zip(self.part.terms, raw, strict=True)]
+        return ends, raw, uses
+
+    def raw_outputs(self) -> list[Tensor]:
+        """z of every loss call in the shape that it got."""
+        return self._graph[1]
+
+    @property
+    def outputs(self) -> Sequence[Tensor]:
+        return [end.detach() for end in self._graph[0]]
+
+    def taps(self, vectors: Sequence[Tensor | None]) -> list[Taps]:
+        """Not at the weights of units with uses, whose products autograd then leaves out."""
+        network, uses = self._network, self._graph[2]
+        unseen = [n for n in range(len(network.units)) if not network.has_uses(n)]
+        others = [p for n in unseen for p in network.units[n].parameters]
+        grads = self._backward(vectors, [*uses.edges, *others])
+        at_uses, at_others = grads[: len(uses.edges)], iter(grads[len(uses.edges) :])
+        taps: list[Taps] = []
+        for n, unit in enumerate(network.units):
+            if n in unseen:
+                parts = [next(at_others) for _ in unit.parameters]
+                zeros = (torch.zeros_like(p) for p in unit.parameters)
+                V = unit.join([z if g is None else g for g, z in zip(parts, zeros, strict=True)])
+                taps.append(SummedGradient(V))
+            else:
+                pairs = zip(uses.of(n), uses.grads(n, at_uses), strict=True)
+                taps.append([Tap(a, g) for a, g in pairs])
+        return taps
+
+    def jvp(self, directions: Sequence[Matrices]) -> list[Tensor]:
+        tangents = jvp(self._network, self.part, directions)
+        return [terms.matrix(Jv) for terms, Jv in zip(self.part.terms, tangents, strict=True)]
+
+    def vjp(self, vectors: Sequence[Tensor | None]) -> Matrices:
+        parameters = self._network.parameters
+        grads = self._backward(vectors, parameters)
+        return self._network.join(
+            [
+                torch.zeros_like(p) if g is None else g
+                for p, g in zip(parameters, grads, strict=True)
+            ]
+        )
+
+    def _backward(
+        self, vectors: Sequence[Tensor | None], wanted: Sequence[object]
+    ) -> list[Tensor | None]:
+        pairs = [(z, r) for z, r in zip(self._graph[0], vectors, strict=True) if r is not None]
+        ends, cotangents = zip(*pairs, strict=True)
+        return list(
+            torch.autograd.grad(
+                ends,
+                wanted,  # type: ignore[arg-type]
+                cotangents,
+                retain_graph=True,
+                allow_unused=True,
+            )
+        )
+
+
+def jvp(network: Network, part: Pass, directions: Sequence[Matrices]) -> list[Tensor]:
+    """J v at the raw outputs of every loss call, (k, …): forward mode if the network has it."""
+    if network.learned.forward_mode:
+        try:
+            return forward_mode.jvp(network, part, directions)
+        except (NotImplementedError, RuntimeError):
+            # Operations without a forward-mode derivative; another error comes up again below.
+            found = finite_difference.jvp(network, part, directions)
+            network.learned.forward_mode = False
+            return found
+    return finite_difference.jvp(network, part, directions)

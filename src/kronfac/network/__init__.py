@@ -1,0 +1,39 @@
+"""The network: its units, how modules use them, and what the user's code did with it."""
+
+from kronfac.network.adapter import Adapter, Use, register
+from kronfac.network.find import Other, Site, find_units
+from kronfac.network.linear import LinearAdapter
+from kronfac.network.network import Network
+from kronfac.network.program import Batch, LossCall, ModelCall, Pass, Ref
+from kronfac.network.recorder import record
+from kronfac.network.side_effects import Buffers, restore
+from kronfac.network.subset import sizes, subsets
+from kronfac.network.unit import Unit
+from kronfac.network.uses import Uses, record_uses
+from kronfac.vector import Matrices, dot
+
+__all__ = [
+    "Adapter",
+    "Batch",
+    "Buffers",
+    "LinearAdapter",
+    "LossCall",
+    "Matrices",
+    "ModelCall",
+    "Network",
+    "Other",
+    "Pass",
+    "Ref",
+    "Site",
+    "Unit",
+    "Use",
+    "Uses",
+    "dot",
+    "find_units",
+    "record",
+    "record_uses",
+    "register",
+    "restore",
+    "sizes",
+    "subsets",
+]

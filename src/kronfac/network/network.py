@@ -1,0 +1,144 @@
+"""What is trained: a model, its units, and the vectors in the space of their parameters."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.curvature import Curvature, DiagonalBlock, DiagonalMoments
+from kronfac.network.find import Site
+from kronfac.network.side_effects import Buffers
+from kronfac.network.unit import Unit, parameters_of
+from kronfac.objective import Objective
+from kronfac.vector import Matrices
+
+
+@dataclass
+class Learned:
+    """What passes have shown of a network: how mini-batches can be divided, and which engine works."""
+
+    slicing: dict[object, str] = field(default_factory=dict)
+    forward_mode: bool = True
+    """False once a pass has had no forward-mode derivative."""
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A model with its units in order, and the loss that it is trained with."""
+
+    model: nn.Module
+    """For K-FAC's own passes: what `torch.compile` wrapped, where hooks still fire."""
+    units: Sequence[Unit]
+    sites: Sequence[Site]
+    objective: Objective
+    buffers: Buffers
+    links: Sequence[bool] = ()
+    """Whether each unit and the next are neighbours in a chain."""
+    learned: Learned = field(default_factory=Learned)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All trained parameters, in the order of the units."""
+        return parameters_of(self.units)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self.units[0].parameters[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first parameter."""
+        return self.units[0].dtype
+
+    def has_uses(self, unit: int) -> bool:
+        """Whether the uses of a unit are seen; else only its gradient is."""
+        return any(unit == number for site in self.sites for number, _ in site.columns)
+
+    @torch.no_grad()
+    def theta(self) -> Matrices:
+        """The parameters, a copy."""
+        joined = ((unit.join(unit.parameters), unit.parameters[0]) for unit in self.units)
+        # With one parameter there is nothing to join.
+        return tuple(V.clone() if V.data_ptr() == first.data_ptr() else V for V, first in joined)
+
+    def join(self, tensors: Sequence[Tensor]) -> Matrices:
+        """A vector from tensors shaped like `parameters`."""
+        parts = iter(tensors)
+        return tuple(unit.join([next(parts) for _ in unit.parameters]) for unit in self.units)
+
+    def split(self, vector: Matrices) -> list[Tensor]:
+        """Tensors shaped like `parameters` from a vector, views of it."""
+        return [t for unit, V in zip(self.units, vector, strict=True) for t in unit.split(V)]
+
+    @torch.no_grad()
+    def move(self, delta: Matrices, factor: float = 1.0) -> None:
+        """θ ← θ + factor · δ."""
+        for p, part in zip(self.parameters, self.split(delta), strict=True):
+            p.add_(part, alpha=factor)
+
+    @torch.no_grad()
+    def place(self, theta: Matrices) -> None:
+        """θ as given."""
+        for p, part in zip(self.parameters, self.split(theta), strict=True):
+            p.copy_(part)
+
+    @contextmanager
+    def displaced(self, delta: Matrices, factor: float = 1.0) -> Iterator[None]:
+        """θ + factor · δ while this lasts; then θ again, to the bit.
+
+        In place: so it holds for whatever the model's code does with its parameters.
+        """
+        kept = [p.detach().clone() for p in self.parameters]
+        try:
+            self.move(delta, factor)
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in zip(self.parameters, kept, strict=True):
+                    p.copy_(value)
+
+    def continued(self, order: Sequence[int], curvature: Curvature | None) -> "Network":
+        """The network as it was when a state was saved: its units' order, links and diagonal blocks."""
+        if curvature is None:
+            return self
+        links = [link is not None for link in curvature.links]
+        network = self.reordered(order, links)
+        return network.demoted(
+            [
+                n
+                for n, moments in enumerate(curvature.blocks)
+                if isinstance(moments, DiagonalMoments)
+                and not isinstance(network.units[n].block, DiagonalBlock)
+            ]
+        )
+
+    def demoted(self, numbers: Sequence[int]) -> "Network":
+        """The same with diagonal blocks for units whose uses are not all seen."""
+        if not numbers:
+            return self
+        units = [
+            replace(unit, block=DiagonalBlock()) if n in numbers else unit
+            for n, unit in enumerate(self.units)
+        ]
+        sites = [
+            replace(site, columns=tuple((n, keys) for n, keys in site.columns if n not in numbers))
+            for site in self.sites
+        ]
+        linked = [n for n, link in enumerate(self.links) if link]
+        kept = [
+            n in linked and n not in numbers and n + 1 not in numbers
+            for n in range(len(self.links))
+        ]
+        return replace(self, units=units, sites=[s for s in sites if s.columns], links=kept)
+
+    def reordered(self, order: Sequence[int], links: Sequence[bool]) -> "Network":
+        """The same with the units in another order."""
+        place = {old: new for new, old in enumerate(order)}
+        sites = [
+            replace(site, columns=tuple((place[n], keys) for n, keys in site.columns))
+            for site in self.sites
+        ]
+        return replace(self, units=[self.units[n] for n in order], sites=sites, links=links)

@@ -1,0 +1,125 @@
+import pytest
+import torch
+from torch.testing import assert_close
+
+from kronfac.curvature import (
+    BlockDiagonalInverse,
+    Curvature,
+    ExactTikhonov,
+    FactoredTikhonov,
+    KroneckerMoments,
+)
+from kronfac.curvature.inverse import Failed
+from kronfac.linalg import OuterProduct
+from tests.conformance import as_matrix, assert_relative
+from tests.conftest import ALGEBRA, mlp, normal, psd, spd
+from tests.reference import dense
+
+SHAPES = [(6, 9), (4, 7)]  # (out, in+1)
+
+
+def kronecker(*pairs) -> Curvature:
+    return Curvature(tuple(KroneckerMoments(A, G) for A, G in pairs))
+
+
+def curvature() -> Curvature:
+    return kronecker(
+        *((spd(d_in, seed=i), spd(d_out, seed=7 + i)) for i, (d_out, d_in) in enumerate(SHAPES))
+    )
+
+
+@pytest.mark.parametrize("tikhonov", [FactoredTikhonov(), ExactTikhonov()])
+@pytest.mark.parametrize("examples", [1, 2, 3, 50])
+def test_low_rank_route_equals_the_plain_one(examples, tikhonov):
+    """F̆⁻¹𝒢ᵀ𝒜: from 1 example all layers take the short way, from 50 none, between some."""
+    damped = BlockDiagonalInverse(tikhonov).prepare(curvature()).damped(0.3)
+    factors = [
+        OuterProduct(normal(examples, d_out, seed=i), normal(examples, d_in, seed=9 + i))
+        for i, (d_out, d_in) in enumerate(SHAPES)
+    ]
+    gradient = tuple(product.grads.mT @ product.inputs for product in factors)
+    for left, right in zip(damped.mv(factors), damped.mv(gradient), strict=True):
+        assert_close(left, right, **ALGEBRA)
+
+
+def test_without_damping_it_is_the_inverse_of_the_blocks():
+    damped = BlockDiagonalInverse().prepare(curvature()).damped(0.0)
+    blocks = [dense.kron(block.A, block.G) for block in curvature().blocks]
+    assert_relative(as_matrix(damped.mv, SHAPES), torch.block_diag(*blocks).inverse())
+
+
+@pytest.mark.parametrize("gamma", [0.5, 0.05])
+def test_exact_tikhonov_of_a_deep_linear_network_inverts_the_damped_exact_fisher_blocks(gamma):
+    """K-FAC's blocks are exact there, so this is (F_ii + γ² I)⁻¹ for the Fisher's own blocks."""
+    model, x = mlp([4, 5, 3, 2], "identity"), normal(20, 4)
+    A, G = dense.moments(model, x, "gaussian")
+    damped = (
+        BlockDiagonalInverse(ExactTikhonov())
+        .prepare(kronecker(*((A[i][i], G[i][i]) for i in range(3))))
+        .damped(gamma)
+    )
+    shapes = dense.shapes(model)
+    sizes = [rows * columns for rows, columns in shapes]
+    F = dense.exact_fisher(model, x, "gaussian")
+    blocks = [F.split(sizes)[i].split(sizes, dim=1)[i] for i in range(3)]
+    expected = torch.block_diag(
+        *((block + gamma**2 * torch.eye(len(block)).double()).inverse() for block in blocks)
+    )
+    assert_relative(as_matrix(damped.mv, shapes), expected, 1e-9)
+
+
+def test_singular_factors_without_damping_name_the_factor_and_leave_the_others():
+    singular = kronecker((spd(3), spd(2)), (torch.zeros(4, 4), psd(3, 1)), (spd(4), spd(3)))
+    strategy = BlockDiagonalInverse(FactoredTikhonov("one"))
+    damped = strategy.prepare(singular).damped(0.0)
+    ((number, message),) = damped.failures
+    assert number == 1
+    assert "A[1]" in message
+    for i in (0, 2):
+        block = singular.blocks[i]
+        expected = dense.kron(block.A, block.G).inverse()
+        assert_close(damped.pieces[i].to_dense(), expected, **ALGEBRA)
+
+
+@pytest.mark.parametrize(
+    "strategy", [BlockDiagonalInverse(), BlockDiagonalInverse(ExactTikhonov())]
+)
+def test_nan_in_the_statistics_concerns_its_block_alone(strategy):
+    G = spd(3).clone()
+    G[1, 1] = float("nan")
+    bad = kronecker((spd(3), spd(2)), (spd(4), G))
+    damped = strategy.prepare(bad).damped(0.3)
+    assert [number for number, _ in damped.failures] == [1]
+    good = strategy.prepare(kronecker((spd(3), spd(2)))).damped(0.3)
+    assert torch.equal(damped.pieces[0].to_dense(), good.pieces[0].to_dense())
+
+
+def test_an_inverse_is_completed_by_the_last_good_one():
+    G = spd(3).clone()
+    G[1, 1] = float("nan")
+    good = kronecker((spd(3), spd(2)), (spd(4), spd(3)))
+    strategy = BlockDiagonalInverse()
+    old, new = (
+        strategy.prepare(good).damped(0.3),
+        strategy.prepare(kronecker((2 * spd(3), spd(2)), (spd(4), G))).damped(0.3),
+    )
+    completed = new.completed_by(old)
+    assert completed.pieces == (new.pieces[0], old.pieces[1])
+    assert not completed.failures
+    assert old.completed_by(None) is old  # which lacks nothing
+    assert new.completed_by(None) is None
+    assert new.completed_by(new) is None
+    assert isinstance(new.pieces[1], Failed)
+
+
+def test_low_rank_needs_a_factored_inverse():
+    with pytest.raises(ValueError, match="low_rank=True"):
+        BlockDiagonalInverse(ExactTikhonov(), low_rank=True)
+
+
+def test_a_vector_of_another_network_is_refused():
+    damped = BlockDiagonalInverse().prepare(curvature()).damped(0.3)
+    with pytest.raises(ValueError, match="2 units"):
+        damped.mv([normal(6, 9)])
+    with pytest.raises(ValueError, match="2 units"):
+        damped.mv([normal(6, 9), normal(4, 7), normal(4, 7)])

@@ -1,0 +1,227 @@
+"""F̂⁻¹: its definition, and float32 with the rank-deficient statistics of a first mini-batch."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from kronfac.curvature import (
+    BlockDiagonalInverse,
+    BlockTridiagonalInverse,
+    Curvature,
+    DiagonalMoments,
+    ExactTikhonov,
+    KroneckerMoments,
+    Link,
+    SampledFisher,
+)
+from kronfac.objective import Bernoulli
+from tests.conformance import as_matrix, assert_relative
+from tests.conftest import ALGEBRA, mlp, normal, seeded
+from tests.curvature.problems import curvature_from, network
+from tests.curvature.test_estimate import curvature_of
+from tests.reference import dense
+
+SOLVERS = ["decomposition", "smith"]
+each_solver = pytest.mark.parametrize("solver", SOLVERS)
+GAMMA = 0.2
+
+
+def dense_inverse(solver, net="deep"):
+    A, G, shapes = network(net)
+    damped = BlockTridiagonalInverse(solver=solver).prepare(curvature_from(A, G)).damped(GAMMA)
+    return as_matrix(damped.mv, shapes), [rows * columns for rows, columns in shapes]
+
+
+@each_solver
+def test_its_inverse_agrees_with_the_kronecker_fisher_on_the_tridiagonal_blocks(solver):
+    inverse, sizes = dense_inverse(solver)
+    F_hat = inverse.inverse()
+    F_tilde = dense.kron_fisher(*dense.factored_tikhonov(*network("deep")[:2], GAMMA))
+    scale = F_tilde.abs().max()
+    for i, row in enumerate(F_hat.split(sizes)):
+        for j, block in enumerate(row.split(sizes, dim=1)):
+            if abs(i - j) <= 1:
+                expected = F_tilde.split(sizes)[i].split(sizes, dim=1)[j]
+                assert_close(block, expected, rtol=0, atol=float(1e-10 * scale))
+
+
+@each_solver
+def test_it_is_block_tridiagonal(solver):
+    inverse, sizes = dense_inverse(solver)
+    for i, row in enumerate(inverse.split(sizes)):
+        for j, block in enumerate(row.split(sizes, dim=1)):
+            if abs(i - j) > 1:
+                assert torch.equal(block, torch.zeros_like(block))
+
+
+@each_solver
+def test_edges_from_lower_to_higher_layers_would_give_the_same(solver):
+    inverse, _ = dense_inverse(solver)
+    A, G = dense.factored_tikhonov(*network("deep")[:2], GAMMA)
+    assert_relative(inverse, dense.block_tridiagonal_inverse_upwards(A, G))
+
+
+@each_solver
+def test_one_layer_is_block_diagonal(solver):
+    A, G, shapes = network("one_layer")
+    damped = BlockDiagonalInverse().prepare(curvature_from(A, G)).damped(GAMMA)
+    assert_relative(dense_inverse(solver, "one_layer")[0], as_matrix(damped.mv, shapes))
+
+
+@each_solver
+def test_two_layers_are_the_whole_kronecker_fisher(solver):
+    """With two layers there is nothing off the tridiagonal blocks: F̂ = F̃."""
+    inverse, _ = dense_inverse(solver, "two_layers")
+    A, G = dense.factored_tikhonov(*network("two_layers")[:2], GAMMA)
+    assert_relative(inverse, dense.kron_fisher(A, G).inverse())
+
+
+@each_solver
+def test_uncorrelated_layers_are_block_diagonal(solver):
+    A, G, shapes = network("deep")
+    plain = curvature_from(A, G)
+    links = (Link(torch.zeros_like(k.A_next), torch.zeros_like(k.G_next)) for k in plain.links)
+    apart = replace(plain, links=tuple(links))
+    tridiagonal = BlockTridiagonalInverse(solver=solver).prepare(apart).damped(GAMMA)
+    diagonal = BlockDiagonalInverse().prepare(plain).damped(GAMMA)
+    assert_relative(as_matrix(tridiagonal.mv, shapes), as_matrix(diagonal.mv, shapes))
+
+
+def test_xi_is_the_matrix_of_the_paper_and_its_transpose():
+    A, G, shapes = network("deep")
+    (chain,) = BlockTridiagonalInverse().prepare(curvature_from(A, G)).damped(GAMMA).pieces
+    A, G = dense.factored_tikhonov(A, G, GAMMA)
+    tilde = dense.kron_blocks(A, G)
+    sizes = [len(tilde[i][i]) for i in range(len(tilde))]
+    blocks = [
+        [
+            torch.eye(a).double() if i == j else torch.zeros(a, b).double()
+            for j, b in enumerate(sizes)
+        ]
+        for i, a in enumerate(sizes)
+    ]
+    for i in range(len(sizes) - 1):
+        blocks[i][i + 1] = -tilde[i][i + 1] @ tilde[i + 1][i + 1].inverse()
+    Xi = dense.assemble(blocks)
+    assert_close(as_matrix(chain.Xi, shapes), Xi, **ALGEBRA)
+    assert_close(as_matrix(chain.Xi_transposed, shapes), Xi.mT, **ALGEBRA)
+
+
+# ------------------------------------------------------------------------- float32, rank-deficient
+
+WIDTHS = [784, 1000, 500, 250, 30]
+CASES = 125
+
+
+@functools.cache
+def image_statistics() -> Curvature:
+    """One mini-batch of 125 sparse non-negative 'images': every factor but the last G is singular."""
+    model = mlp(WIDTHS, "sigmoid", dtype=torch.float32)
+    x = 5 * (torch.rand(CASES, WIDTHS[0], generator=seeded(3)) - 0.8).clamp(min=0)
+    return curvature_of(model, Bernoulli(), x, SampledFisher(), generator=seeded(4))
+
+
+def in_float64(curvature: Curvature) -> Curvature:
+    return Curvature(
+        tuple(KroneckerMoments(b.A.double(), b.G.double()) for b in curvature.blocks),
+        tuple(Link(k.A_next.double(), k.G_next.double()) for k in curvature.links),
+    )
+
+
+def vector(seed: int) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        normal(len(b.G), len(b.A), seed=seed, dtype=torch.float32)
+        for b in image_statistics().blocks
+    )
+
+
+@functools.cache
+def truth(gamma: float):
+    damped = BlockTridiagonalInverse().prepare(in_float64(image_statistics())).damped(gamma)
+    return damped.mv([V.double() for V in vector(0)])
+
+
+@each_solver
+@pytest.mark.parametrize("gamma", [1.0, 1e-5**0.5])
+def test_float32_with_rank_deficient_statistics(solver, gamma):
+    """λ₀ = 1 and the paper's η = 1e-5 as γ²: finite, positive, and close to the float64 inverse."""
+    curvature = image_statistics()
+    assert torch.linalg.matrix_rank(curvature.blocks[0].A) <= CASES
+    damped = BlockTridiagonalInverse(solver=solver).prepare(curvature).damped(gamma)
+    for seed in range(3):
+        V = vector(seed)
+        U = damped.mv(V)
+        assert all(u.isfinite().all() for u in U)
+        assert sum((u.double() * v.double()).sum() for u, v in zip(U, V, strict=True)) > 0
+        if seed == 0:
+            for u, expected in zip(U, truth(gamma), strict=True):
+                assert (u - expected).norm() < 1e-2 * expected.norm()
+
+
+def test_float32_at_the_smallest_gamma_stays_positive():
+    """1e-4 is the floor of `GammaSearch`."""
+    damped = BlockTridiagonalInverse().prepare(image_statistics()).damped(1e-4)
+    for seed in range(3):
+        V = vector(seed)
+        U = damped.mv(V)
+        assert all(u.isfinite().all() for u in U)
+        assert sum((u.double() * v.double()).sum() for u, v in zip(U, V, strict=True)) > 0
+
+
+# ------------------------------------------------------------------------------- units outside chains
+
+
+@each_solver
+def test_units_without_a_link_are_inverted_by_themselves(solver):
+    """The chain 0–1, then 2 alone, and a diagonal block: three inverses side by side."""
+    A, G, shapes = network("deep")
+    whole = curvature_from(A, G)
+    D = normal(2, 3, seed=4).square()
+    split = Curvature(
+        (*whole.blocks[:3], DiagonalMoments(D)), (whole.links[0], None, None), whole.examples
+    )
+    damped = BlockTridiagonalInverse(solver=solver).prepare(split).damped(GAMMA)
+    assert [getattr(piece, "length", 1) for piece in damped.pieces] == [2, 1, 1]
+    damped_A, damped_G = dense.factored_tikhonov(A, G, GAMMA)
+    chain = dense.kron_fisher(*([row[:2] for row in M[:2]] for M in (damped_A, damped_G)))
+    alone = dense.kron(damped_A[2][2], damped_G[2][2])
+    diagonal = torch.diag(dense.vec(D) + GAMMA**2)
+    expected = torch.block_diag(chain, alone, diagonal).inverse()
+    assert_relative(as_matrix(damped.mv, [*shapes[:3], (2, 3)]), expected)
+
+
+def test_a_chain_that_has_no_inverse_falls_back_to_its_units():
+    A, G, shapes = network("two_layers")
+    plain = curvature_from(A, G)
+    (link,) = plain.links
+    bad = replace(plain, links=(Link(torch.full_like(link.A_next, torch.nan), link.G_next),))
+    damped = BlockTridiagonalInverse().prepare(bad).damped(GAMMA)
+    assert not damped.failures
+    alone = BlockDiagonalInverse().prepare(plain).damped(GAMMA)
+    assert_relative(as_matrix(damped.mv, shapes), as_matrix(alone.mv, shapes))
+
+
+def test_a_chain_with_a_unit_that_has_no_inverse_has_none_and_leaves_other_units():
+    A, G, _ = network("deep")
+    whole = curvature_from(A, G)
+    nan = KroneckerMoments(torch.full_like(A[1][1], torch.nan), G[1][1])
+    bad = Curvature((whole.blocks[0], nan, *whole.blocks[2:]), (whole.links[0], None, None))
+    damped = BlockTridiagonalInverse().prepare(bad).damped(GAMMA)
+    assert [number for number, _ in damped.failures] == [0, 1]
+    assert all("A[1]" in message for _, message in damped.failures)
+    alone = BlockDiagonalInverse().prepare(whole).damped(GAMMA)
+    for i in (2, 3):
+        assert torch.equal(damped.pieces[i].to_dense(), alone.pieces[i].to_dense())
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="solver is one of"):
+        BlockTridiagonalInverse(solver="cg")
+    with pytest.raises(ValueError, match="FactoredTikhonov only"):
+        BlockTridiagonalInverse(ExactTikhonov())

@@ -1,0 +1,314 @@
+"""Ā and G against the dense moments, for every Fisher."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from kronfac.curvature import Curvature, EmpiricalFisher, ExactFisher, Fisher, SampledFisher
+from kronfac.curvature.estimate import Sample, estimate
+from kronfac.errors import ClosureError
+from kronfac.linearization import linearize
+from kronfac.network import Batch, Network
+from kronfac.objective import Categorical, Gaussian
+from kronfac.storage import tensors_in
+from tests.conftest import (
+    ACTIVATIONS,
+    ALGEBRA,
+    AUTODIFF,
+    LIKELIHOODS,
+    batch,
+    mlp,
+    network_of,
+    normal,
+    passes_either_way,
+    random_targets,
+    seeded,
+)
+from tests.reference import dense
+
+WIDTHS = [4, 5, 3, 2]
+CASES = 12
+
+passes = passes_either_way()
+
+
+@torch.no_grad()  # as in `KFAC.step`
+def estimate_on(network: Network, rows: Batch, fisher: Fisher, generator=None, **more) -> Curvature:
+    sample = Sample(rows.passes, partial(linearize, network), more.pop("factor", 1.0))
+    blocks = [unit.block for unit in network.units]
+    return estimate(sample, blocks, fisher, generator or seeded(), **more)
+
+
+def curvature_of(
+    model,
+    loss,
+    x,
+    fisher: Fisher,
+    targets=None,
+    chunk=None,
+    generator=None,
+    neighbours=True,
+    factor=1.0,
+    old=None,
+    decay=0.0,
+) -> Curvature:
+    """The curvature of a chain of layers on the examples x."""
+    network = network_of(model, loss)
+    rows = batch(network, x, targets, chunk)
+    links = [True] * (len(network.units) - 1) if neighbours else []
+    return estimate_on(
+        network, rows, fisher, generator, links=links, factor=factor, old=old, decay=decay
+    )
+
+
+def assert_moments(curvature, A, G, **tolerance):
+    """Blocks and links are the diagonal and the next-to-diagonal blocks of the dense moments."""
+    count = len(A)
+    assert len(curvature.blocks) == count
+    assert len(curvature.links) == count - 1
+    for i, block in enumerate(curvature.blocks):
+        assert_close(block.A, A[i][i], **tolerance)
+        assert_close(block.G, G[i][i], **tolerance)
+    for i, link in enumerate(curvature.links):
+        assert_close(link.A_next, A[i][i + 1], **tolerance)
+        assert_close(link.G_next, G[i][i + 1], **tolerance)
+
+
+# ------------------------------------------------------------------------------------------ exact
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_exact_fisher(likelihood, activation, bias):
+    model, x = mlp(WIDTHS, activation, bias), normal(CASES, 4)
+    factors = curvature_of(model, LIKELIHOODS[likelihood](), x, ExactFisher())
+    assert_moments(factors, *dense.moments(model, x, likelihood), **ALGEBRA)
+
+
+def test_a_factor_scales_the_gradient_factors():
+    """As that of S′ over S₁ does, if the loss is a sum over S′."""
+    model, x = mlp(WIDTHS), normal(CASES, 4)
+    factors = curvature_of(model, Gaussian(variance=0.3), x, ExactFisher(), factor=2.5)
+    A, G = dense.moments(model, x, "gaussian", variance=0.3, scale=2.5)
+    assert_moments(factors, A, G, **ALGEBRA)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss", [nn.MSELoss, nn.BCEWithLogitsLoss, nn.CrossEntropyLoss])
+def test_factors_have_the_units_of_the_loss_module(loss, reduction):
+    """With one case A ⊗ G of the last layer is the Hessian of the module in that layer's matrix."""
+    model, x = mlp([4, 5, 3]), normal(1, 4)
+    module = loss(reduction=reduction)
+    y = random_targets(model(x), "categorical" if loss is nn.CrossEntropyLoss else "bernoulli")
+    factors = curvature_of(model, module, x, ExactFisher(), targets=y)
+    a = dense.layer_inputs(model, x)[1]
+    W = dense.layer_matrices(model)[1]
+    hessian = torch.func.hessian(lambda w: module(a @ dense.unvec(w, W.shape).mT, y))(dense.vec(W))
+    assert_close(dense.kron(factors.blocks[1].A, factors.blocks[1].G), hessian, **AUTODIFF)
+
+
+def test_without_neighbours_only_the_diagonal_blocks_are_kept():
+    model, x = mlp(WIDTHS), normal(CASES, 4)
+    both = [curvature_of(model, Gaussian(), x, ExactFisher(), neighbours=n) for n in (False, True)]
+    assert both[0].links == ()
+    pairs = zip(*(tensors_in(curvature.blocks) for curvature in both), strict=True)
+    assert all(torch.equal(left, right) for left, right in pairs)
+
+
+@pytest.mark.parametrize("frozen", [0, 2, 4])
+def test_frozen_layers_pass_gradients_on(frozen):
+    model, x = mlp(WIDTHS), normal(CASES, 4)
+    model[frozen].requires_grad_(False)
+    kept = [i for i in range(3) if 2 * i != frozen]
+    A, G = dense.moments(model, x, "categorical")
+    factors = curvature_of(model, Categorical(), x, ExactFisher())
+    assert_moments(
+        factors,
+        [[A[i][j] for j in kept] for i in kept],
+        [[G[i][j] for j in kept] for i in kept],
+        **ALGEBRA,
+    )
+
+
+def test_outputs_with_more_dimensions_count_as_one_vector():
+    model, x = mlp([4, 5, 6]), normal(CASES, 4)
+    shaped = nn.Sequential(model, nn.Unflatten(1, (2, 3)))
+    factors = curvature_of(shaped, nn.MSELoss(), x, ExactFisher())
+    # A mean over all six outputs of an example.
+    A, G = dense.moments(model, x, "gaussian", variance=0.5, scale=1 / 6)
+    assert_moments(factors, A, G, **ALGEBRA)
+
+
+@pytest.mark.parametrize(
+    "in_place", [lambda: nn.ReLU(inplace=True), lambda: nn.ELU(inplace=True)], ids=["relu", "elu"]
+)
+def test_activations_that_overwrite_their_input(in_place):
+    """The gradient wanted is that of s_i, not of what an in-place activation put in its place."""
+    model, x = mlp(WIDTHS, in_place), normal(CASES, 4)
+    plain = mlp(WIDTHS, type(in_place()))
+    factors = curvature_of(model, Categorical(), x, ExactFisher())
+    assert_moments(factors, *dense.moments(plain, x, "categorical"), **ALGEBRA)
+
+
+# ---------------------------------------------------------------------------------------- sampled
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("samples", [1, 3])
+def test_sampled_fisher_averages_over_the_draws(likelihood, samples):
+    """The factors are the moments of the scores at the targets that the generator gives."""
+    model, x = mlp(WIDTHS), normal(CASES, 4)
+    module = LIKELIHOODS[likelihood]()
+    factors = curvature_of(model, module, x, SampledFisher(samples=samples), generator=seeded(5))
+    z = model(x).detach()
+    noise = module.noise(samples, z.shape, z, seeded(5))
+    drawn = [dense.empirical_moments(model, x, module.score(z, module.sample(z, n))) for n in noise]
+    A = drawn[0][0]
+    G = [[sum(G[i][j] for _, G in drawn) / samples for j in range(3)] for i in range(3)]
+    assert_moments(factors, A, G, **ALGEBRA)
+
+
+@pytest.mark.parametrize(
+    ("loss", "likelihood"),
+    [
+        (Gaussian(), "gaussian"),
+        (LIKELIHOODS["bernoulli"](), "bernoulli"),
+        (Categorical(), "categorical"),
+        (nn.CrossEntropyLoss(label_smoothing=0.3), "categorical"),
+    ],
+    ids=["gaussian", "bernoulli", "categorical", "label_smoothing"],
+)
+def test_sampled_fisher_is_unbiased(loss, likelihood):
+    """The mean over 400 estimates lies within 5 of its standard errors of the exact expectation."""
+    model, x = mlp([4, 3, 3]), normal(6, 4)
+    A, G = dense.moments(model, x, likelihood)
+    generator = seeded(11)
+    runs = [curvature_of(model, loss, x, SampledFisher(), generator=generator) for _ in range(400)]
+    for i in range(2):
+        assert_close(runs[-1].blocks[i].A, A[i][i], **ALGEBRA)
+    pairs = [([run.blocks[i].G for run in runs], G[i][i]) for i in range(2)]
+    pairs.append(([run.links[0].G_next for run in runs], G[0][1]))
+    for estimates, expected in pairs:
+        stacked = torch.stack(estimates)
+        error = stacked.std(0) / len(runs) ** 0.5
+        assert ((stacked.mean(0) - expected).abs() < 5 * error + 1e-12).all()
+
+
+# -------------------------------------------------------------------------------------- empirical
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_empirical_fisher_is_the_second_moment_of_the_cases_gradients(likelihood):
+    model, x = mlp(WIDTHS), normal(CASES, 4)
+    module = LIKELIHOODS[likelihood]()
+    y = random_targets(model(x), likelihood)
+    factors = curvature_of(model, module, x, EmpiricalFisher(), targets=y)
+    z = model(x).detach().requires_grad_()
+    (scores,) = torch.autograd.grad(module.negative_log_likelihood(z, y), z)
+    A, G = dense.empirical_moments(model, x, scores)
+    assert_moments(factors, A, G, **AUTODIFF)
+
+
+def test_empirical_fisher_of_one_case_is_the_outer_product_of_its_gradient():
+    model, x = mlp([4, 3, 2]), normal(1, 4)
+    loss, y = nn.CrossEntropyLoss(), torch.tensor([1])
+    factors = curvature_of(model, loss, x, EmpiricalFisher(), targets=y)
+    g = dense.gradient(model, loss, x, y)
+    first = 3 * 5
+    assert_close(
+        dense.kron(factors.blocks[0].A, factors.blocks[0].G),
+        torch.outer(g[:first], g[:first]),
+        **AUTODIFF,
+    )
+    assert_close(
+        dense.kron(factors.links[0].A_next, factors.links[0].G_next),
+        torch.outer(g[:first], g[first:]),
+        **AUTODIFF,
+    )
+
+
+def test_empirical_fisher_needs_targets():
+    with pytest.raises(ClosureError, match="needs the training targets"):
+        curvature_of(mlp(WIDTHS), Gaussian(), normal(CASES, 4), EmpiricalFisher())
+
+
+# ----------------------------------------------------------------------------------------- chunks
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize(
+    "fisher",
+    [SampledFisher(samples=2), ExactFisher(), EmpiricalFisher()],
+    ids=lambda f: type(f).__name__,
+)
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_chunks_make_no_difference(likelihood, fisher, chunk):
+    """Neither to the sums nor to the targets that are drawn."""
+    model, x = mlp(WIDTHS), normal(CASES, 4)
+    module = LIKELIHOODS[likelihood]()
+    y = random_targets(model(x), likelihood)
+    generators = seeded(5), seeded(5)
+    whole = curvature_of(model, module, x, fisher, y, generator=generators[0])
+    parts = curvature_of(model, module, x, fisher, y, chunk=chunk, generator=generators[1])
+    for left, right in zip(tensors_in(whole), tensors_in(parts), strict=True):
+        assert_close(left, right, **ALGEBRA)
+    assert torch.equal(generators[0].get_state(), generators[1].get_state())
+
+
+# --------------------------------------------------------------------------------- moving average
+
+
+@pytest.mark.parametrize("neighbours", [True, False])
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize(
+    "fisher", [SampledFisher(samples=2), ExactFisher()], ids=["sampled", "exact"]
+)
+def test_estimates_are_averaged_into_the_previous_ones(fisher, chunk, neighbours):
+    """decay · previous + (1 − decay) · new, for every factor; the previous ones are only read."""
+    model, loss = mlp(WIDTHS), Categorical()
+    previous = curvature_of(model, loss, normal(CASES, 4, seed=8), fisher, neighbours=neighbours)
+    kept = [M.clone() for M in tensors_in(previous)]
+    x = normal(CASES, 4)
+    new = curvature_of(model, loss, x, fisher, factor=0.4, neighbours=neighbours)
+    averaged = curvature_of(
+        model,
+        loss,
+        x,
+        fisher,
+        chunk=chunk,
+        factor=0.4,
+        neighbours=neighbours,
+        old=previous,
+        decay=0.95,
+    )
+    for old, estimate_, mean in zip(kept, tensors_in(new), tensors_in(averaged), strict=True):
+        assert_close(mean, 0.95 * old + 0.05 * estimate_, **ALGEBRA)
+    for old, now in zip(kept, tensors_in(previous), strict=True):
+        assert torch.equal(old, now)
+
+
+# --------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
+@pytest.mark.parametrize("fisher", [SampledFisher, ExactFisher, EmpiricalFisher])
+def test_decay_of_the_moving_average_is_a_fraction(fisher, decay):
+    with pytest.raises(ValueError, match="ema_decay"):
+        fisher(ema_decay=decay)
+
+
+def test_at_least_one_sample():
+    with pytest.raises(ValueError, match="at least one sample"):
+        SampledFisher(samples=0)
+
+
+def test_no_hooks_and_no_gradients_are_left_behind():
+    model, x = mlp(WIDTHS), normal(CASES, 4)
+    factors = curvature_of(model, Gaussian(), x, ExactFisher())
+    assert not any(module._forward_hooks for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(M.requires_grad for M in tensors_in(factors))

@@ -1,0 +1,148 @@
+"""Closures whose gradient is not that of the loss K-FAC sees: one warning, with the ratio or the name."""
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kronfac import KFAC
+from tests.conftest import mlp, normal
+from tests.faults.steps import closure_of, train
+
+X, Y = normal(32, 4), normal(32, 2, seed=1)
+STEPS = 25
+
+
+@contextmanager
+def one_warning(match: str) -> Iterator[None]:
+    """Exactly one UserWarning, which says this."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    messages = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+    assert len(messages) == 1, messages
+    assert re.search(match, messages[0]), messages
+
+
+def new_run(model: nn.Module | None = None) -> tuple[KFAC, nn.Module]:
+    loss = nn.MSELoss()
+    return KFAC(mlp([4, 6, 6, 2]) if model is None else model, loss), loss
+
+
+def test_gradients_that_were_there_before():
+    optimizer, loss = new_run()
+
+    def closure() -> Tensor:
+        value = loss(optimizer.model(X), Y)
+        value.backward()
+        return value
+
+    closure()  # a look at the loss; the first step's gradient is then twice what it should be
+    with one_warning(r"zero_grad|\b2(\.0*)?\b"):
+        train(optimizer, closure, STEPS)
+
+
+@pytest.mark.parametrize("scale", [10.0, 0.125])
+def test_a_gradient_of_another_scale(scale):
+    optimizer, loss = new_run()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(optimizer.model(X), Y)
+        (scale * value).backward()
+        return value
+
+    with one_warning(rf"\b{scale:g}\b"):
+        train(optimizer, closure, STEPS)
+
+
+def test_the_loss_of_the_last_micro_batch():
+    optimizer, loss = new_run()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        for rows in (slice(0, 16), slice(16, 32)):
+            value = loss(optimizer.model(X[rows]), Y[rows])
+            (value / 2).backward()
+        return value
+
+    with one_warning("return|micro-batch"):
+        train(optimizer, closure, STEPS)
+
+
+def test_a_layer_that_was_added_later():
+    optimizer, loss = new_run()
+    optimizer.model.append(nn.Linear(2, 2, dtype=torch.float64))
+    with one_warning(r"5\.weight"):
+        train(optimizer, closure_of(optimizer, lambda model: loss(model(X), Y)), STEPS)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_layer_that_was_unfrozen_later(own):
+    model = mlp([4, 6, 6, 2])
+    model[2].requires_grad_(False)
+    optimizer, loss = new_run(model)
+    model[2].requires_grad_(True)
+    users = closure_of(optimizer, lambda model: loss(model(X), Y))
+    with one_warning(r"2\.weight"):
+        train(optimizer, optimizer.closure(X, Y) if own else users, STEPS)
+
+
+def penalty(model: nn.Module) -> Tensor:
+    return 0.3 * model[0].weight.square().sum()
+
+
+def second_output(model: nn.Module) -> Tensor:
+    return 0.3 * model[:3](X).square().sum()
+
+
+@pytest.mark.parametrize("term", [penalty, second_output])
+def test_a_term_of_the_loss_that_is_not_seen(term):
+    optimizer, loss = new_run()
+    objective = closure_of(optimizer, lambda model: loss(model(X), Y) + term(model))
+    with one_warning(r"0\.weight"):
+        train(optimizer, objective, STEPS)
+
+
+# ----------------------------------------------------------------------------------- nothing is wrong
+
+
+def with_module(model: nn.Module, loss: nn.Module) -> Tensor:
+    return loss(model(X), Y)
+
+
+def with_function(model: nn.Module, loss: nn.Module) -> Tensor:
+    return F.mse_loss(model(X), Y)
+
+
+def by_hand(model: nn.Module, loss: nn.Module) -> Tensor:
+    return (model(X) - Y).square().mean()
+
+
+@pytest.mark.parametrize("objective", [with_module, with_function, by_hand])
+def test_no_alarm_if_the_values_agree(objective: Callable[[nn.Module, nn.Module], Tensor]):
+    optimizer, loss = new_run()
+    closure = closure_of(optimizer, lambda model: objective(model, loss))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(STEPS):
+            optimizer.step(closure)
+            if objective is not by_hand:  # whose targets nobody sees: ρ calls the closure again
+                kinds = {event.kind for event in optimizer.report.events}
+                assert "loss_not_seen" not in kinds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_warning_in_an_ordinary_run(dtype):
+    loss = nn.MSELoss()
+    optimizer = KFAC(mlp([4, 6, 6, 2], dtype=dtype), loss, weight_decay=1e-3)
+    x, y = X.to(dtype), Y.to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(optimizer, closure_of(optimizer, lambda model: loss(model(x), y)), STEPS)
+        train(optimizer, optimizer.closure(x, y, chunk=7), STEPS)

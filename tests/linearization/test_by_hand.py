@@ -1,0 +1,336 @@
+"""Passes by hand against torch's differentiation, and which models they are for."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from kronfac import KFAC, SampledFisher
+from kronfac.linearization import ByHand, Trace, Traced, linearize
+from kronfac.linearization.by_hand import outputs_at, trace_call, trace_of
+from kronfac.linearization.elementwise import ELEMENTWISE
+from kronfac.network import Batch, LossCall, ModelCall, Pass, Ref, subsets
+from kronfac.network.program import Operation
+from kronfac.network.side_effects import RandomState
+from tests.conftest import batch, network_of
+
+ROWS, IN, OUT = 7, 5, 3
+
+
+def call_of(x: Tensor) -> ModelCall:
+    return ModelCall((x,), {}, outputs=(0,))
+
+
+def inputs(seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, IN, dtype=torch.float64, generator=generator)
+
+
+def trace(model: nn.Module, x: Tensor) -> Trace:
+    found = trace_call(network_of(model), call_of(x))
+    assert found is not None
+    return found
+
+
+def jacobian(model: nn.Module, x: Tensor) -> Tensor:
+    """(rows, outputs, parameters) by reverse mode, parameters in the order of the units."""
+    parameters = network_of(model).parameters
+    rows = []
+    for output in model(x).reshape(-1):
+        grads = torch.autograd.grad(output, parameters, retain_graph=True)
+        rows.append(torch.cat([g.reshape(-1) for g in grads]))
+    return torch.stack(rows).reshape(len(x), -1, sum(p.numel() for p in parameters))
+
+
+def check_against_torch(model: nn.Module) -> None:
+    model = model.double()
+    x, network = inputs(), network_of(model)
+    (part,) = batch(network, x).passes
+    view = linearize(network, part)
+    assert isinstance(view, ByHand)
+    (outputs,) = view.outputs
+    torch.testing.assert_close(outputs, model(x).detach(), rtol=0, atol=0)
+
+    generator = torch.Generator().manual_seed(1)
+    directions = [
+        tuple(torch.randn(u.shape, dtype=torch.float64, generator=generator) for u in network.units)
+        for _ in range(2)
+    ]
+    J = jacobian(model, x)
+    (tangents,) = view.jvp(directions)
+    for direction, tangent in zip(directions, tangents, strict=True):
+        flat = torch.cat([part.reshape(-1) for part in network.split(direction)])
+        torch.testing.assert_close(tangent, J @ flat)
+
+    v = torch.randn(outputs.shape, dtype=torch.float64, generator=generator)
+    # ∂/∂V of vᵀf is Σ g āᵀ: g is right where it gives the gradients.
+    grads = torch.autograd.grad((model(x) * v).sum(), network.parameters)
+    expected = network.join(grads)
+    for unit, taps, V, wanted in zip(
+        network.units, view.taps([v]), view.vjp([v]), expected, strict=True
+    ):
+        (tap,) = taps
+        assert tap.inputs.shape == (ROWS, 1, unit.shape[1])
+        torch.testing.assert_close(tap.gradients().sum(dim=0), wanted)
+        torch.testing.assert_close(V, wanted)
+
+    moved = outputs_at(network, part, directions[0])
+    with network.displaced(directions[0]):
+        torch.testing.assert_close(moved, model(x).detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__))
+def test_every_function_is_differentiated_as_torch_does(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    check_against_torch(
+        nn.Sequential(nn.Linear(IN, 6), kind(), nn.Linear(6, 4), kind(), nn.Linear(4, OUT))
+    )
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "one layer": lambda: nn.Linear(IN, OUT),
+    "containers in containers": lambda: nn.Sequential(
+        nn.Sequential(nn.Linear(IN, 6), nn.Tanh()), nn.Sequential(nn.Linear(6, OUT))
+    ),
+    "functions in front, behind, two in a row and none": lambda: nn.Sequential(
+        nn.Softplus(), nn.Linear(IN, 6), nn.Tanh(), nn.Sigmoid(), nn.Linear(6, 4), nn.Linear(4, OUT),
+        nn.SiLU(),
+    ),
+    "dropout that is switched off": lambda: nn.Sequential(
+        nn.Linear(IN, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, OUT)
+    ).eval(),
+    "no biases": lambda: nn.Sequential(
+        nn.Linear(IN, 6, bias=False), nn.GELU(approximate="tanh"), nn.Linear(6, OUT, bias=False)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks(name: str) -> None:
+    torch.manual_seed(0)
+    check_against_torch(NETWORKS[name]())
+
+
+class Wrapped(nn.Module):
+    """The same network where nobody can look into it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+class Squared(nn.Tanh):
+    """A subclass that does something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh().square()
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT))
+    model[1].register_forward_hook(lambda module, args, output: 2 * output)
+    return model
+
+
+def pre_hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT))
+    model.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    return model
+
+
+def twice() -> nn.Module:
+    layer = nn.Linear(IN, IN)
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
+def frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, OUT))
+    model[2].requires_grad_(False)
+    return model
+
+
+def patched() -> nn.Module:
+    model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT))
+    model[1].forward = torch.sin
+    return model
+
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "a module of the user's own": lambda: Wrapped(nn.Linear(IN, OUT)),
+    "a subclass": lambda: nn.Sequential(nn.Linear(IN, 6), Squared(), nn.Linear(6, OUT)),
+    "a function of whole rows": lambda: nn.Sequential(
+        nn.Linear(IN, 6), nn.Softmax(dim=1), nn.Linear(6, OUT)
+    ),
+    "dropout": lambda: nn.Sequential(nn.Linear(IN, 6), nn.Dropout(), nn.Linear(6, OUT)),
+    "in place": lambda: nn.Sequential(nn.Linear(IN, 6), nn.ReLU(inplace=True), nn.Linear(6, OUT)),
+    "a hook": hooked,
+    "a hook of the whole": pre_hooked,
+    "another forward function": patched,
+    "a frozen layer": frozen,
+    "a layer used twice": twice,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_are_left_to_torch(name: str) -> None:
+    model = OTHERS[name]().double()
+    x = inputs()
+    network = network_of(model)
+    assert trace_call(network, call_of(x)) is None
+    assert isinstance(linearize(network, batch(network, x).passes[0]), Traced)
+
+
+def test_other_calls_are_left_to_torch() -> None:
+    model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT)).double()
+    network, x = network_of(model), inputs()
+    assert trace_call(network, call_of(x)) is not None
+    assert trace_call(network, call_of(x.reshape(1, ROWS, IN))) is None
+    assert trace_call(network, ModelCall((), {"input": x}, outputs=(0,))) is None
+    assert trace_call(network, call_of(x.float())) is None
+
+
+def test_other_passes_are_left_to_torch() -> None:
+    """Operations in between, two calls, two losses, random numbers."""
+    model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT)).double()
+    network, x = network_of(model), inputs()
+    (plain,) = batch(network, x).passes
+    assert trace_of(network, plain) is not None
+    (call,), (loss,) = plain.calls, plain.losses
+    doubled = Operation(torch.mul, (Ref(0), 2), {}, (1,))
+    others = [
+        Pass((call, doubled), (LossCall(1, loss.terms),)),
+        Pass((call, replace(call, outputs=(1,))), (loss,)),
+        Pass((call,), (loss, loss)),
+        Pass((replace(call, random=RandomState.current(torch.device("cpu"))),), (loss,)),
+    ]
+    for part in others:
+        assert trace_of(network, part) is None
+        assert outputs_at(network, part, network.theta()) is None
+
+
+@pytest.mark.parametrize("inverse", ["block_diagonal", "block_tridiagonal"])
+def test_a_run_is_the_same_either_way(inverse: str) -> None:
+    x = inputs(3)
+    y = torch.stack([x[:, 0] * x[:, 1], x[:, 2].sin(), x.sum(dim=1)], dim=1)
+    found = []
+    for by_hand in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, 4), nn.SiLU(), nn.Linear(4, OUT)
+        )
+        model = net.double() if by_hand else Wrapped(net).double()
+        found_way = trace_call(network_of(model), call_of(x))
+        assert (found_way is not None) == by_hand
+        optimizer = KFAC(model, nn.MSELoss(), inverse=inverse, fisher=SampledFisher(seed=4))
+        for _ in range(6):
+            optimizer.step(optimizer.closure(x, y))
+        found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda: register_module_forward_hook(
+            lambda module, args, out: 3 * out if isinstance(module, nn.Tanh) else None
+        ),
+        lambda: register_module_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    ],
+    ids=["forward", "pre"],
+)
+def test_hooks_of_all_modules_are_torchs_affair(register: Callable[[], RemovableHandle]) -> None:
+    model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT)).double()
+    network, call = network_of(model), call_of(inputs())
+    handle = register()
+    try:
+        assert trace_call(network, call) is None
+    finally:
+        handle.remove()
+    assert trace_call(network, call) is not None
+
+
+@pytest.mark.parametrize("index", [range(3), [1, 4, 6]])
+def test_the_trace_of_some_examples_is_part_of_that_of_all(index: range | list[int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT)).double()
+    x, network = inputs(), network_of(model)
+    (part,) = batch(network, x).passes
+    kept = replace(part, steps=(replace(part.calls[0], trace=trace(model, x)),))
+    chosen = index if isinstance(index, range) else torch.tensor(index)
+    fewer = kept.select(chosen, every=True)
+    found = trace_of(network, fewer)
+    assert isinstance(found, Trace)
+    assert found is fewer.calls[0].trace
+    if isinstance(index, range):  # views, and what `subsets` gives
+        assert found.inputs[0].data_ptr() == x.data_ptr()
+        (first,) = subsets(network, Batch((kept,)), [3], None)
+        assert torch.equal(trace_of(network, first.passes[0]).outputs, found.outputs)
+    alone = trace(model, x[list(index)])
+    torch.testing.assert_close(found.outputs, alone.outputs)
+    for left, right in zip(found.inputs, alone.inputs, strict=True):
+        torch.testing.assert_close(left, right)
+    v = torch.ones(3, OUT, dtype=torch.float64)
+    for left, right in zip(found.backwards(v), alone.backwards(v), strict=True):
+        torch.testing.assert_close(left[1:], right[1:])
+
+
+def test_a_trace_that_is_kept_is_used() -> None:
+    """Further passes over the same examples compute nothing anew: with another in its place they differ."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT)).double()
+    x, network = inputs(), network_of(model)
+    (part,) = batch(network, x).passes
+    other = replace(part, steps=(replace(part.calls[0], trace=trace(model, x + 1)),))
+    (z,) = linearize(network, other).outputs
+    torch.testing.assert_close(z, model(x + 1).detach())
+    V = network.theta()
+    (found,) = linearize(network, other).jvp([V])
+    (expected,) = linearize(network, batch(network, x + 1).passes[0]).jvp([V])
+    torch.testing.assert_close(found, expected)
+
+
+def test_passes_leave_the_trace_as_it_was() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT), nn.SiLU()).double()
+    kept = trace(model, inputs())
+    (part,) = batch(network_of(model), inputs()).passes
+    view = ByHand(part, kept)
+    tensors = [*kept.inputs, *(s.tensor for s in kept.slopes if s is not None), kept.outputs]
+    before = [t.clone() for t in tensors]
+    v = torch.ones(ROWS, OUT, dtype=torch.float64)
+    directions = [tuple(torch.ones(u.shape, dtype=torch.float64) for u in kept.units)] * 2
+    for _ in range(2):
+        view.taps([v])
+        view.vjp([v])
+        view.jvp(directions)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    assert bool((v == 1).all())
+    assert not any(t.requires_grad for t in tensors)
+
+
+@pytest.mark.parametrize("function", [nn.ReLU, nn.Sigmoid, nn.Tanh])
+def test_slopes_that_follow_from_the_next_layers_inputs_take_no_memory(
+    function: type[nn.Module],
+) -> None:
+    model = nn.Sequential(nn.Linear(IN, 6), function(), nn.Linear(6, OUT), function()).double()
+    kept = trace(model, inputs())
+    met = [slope.tensor.data_ptr() for slope in kept.slopes if slope is not None]
+    assert met == [kept.inputs[1].data_ptr(), kept.outputs.data_ptr()]
+
+
+def test_a_dead_unit_passes_nothing_on_however_large() -> None:
+    """As torch has it; a product with the slope 0 would be NaN."""
+    model = nn.Sequential(nn.Linear(IN, 6), nn.ReLU(), nn.Linear(6, OUT))
+    nn.init.constant_(model[0].bias, -100.0)
+    kept = trace(model, inputs().float())
+    V = [torch.zeros(u.shape) for u in kept.units]
+    V[0][:, -1] = torch.inf
+    assert bool((kept.pushforward([tuple(V)]) == 0).all())

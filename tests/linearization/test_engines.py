@@ -1,0 +1,316 @@
+"""f, J v and Jᵀ r by every engine, against the dense Jacobian."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.testing import assert_close
+
+from kronfac.curvature import SummedGradient
+from kronfac.linearization import ByHand, Linearization, Traced, finite_difference, forward_mode
+from kronfac.linearization.by_hand import trace_of
+from kronfac.linearization.traced import jvp
+from kronfac.network import Network, Pass, record
+from kronfac.objective import Gaussian
+from tests.conftest import ALGEBRA, mlp, network_of, normal
+
+EXACT = {"rtol": 1e-9, "atol": 1e-11}
+"""Tolerance of engines that differentiate."""
+DIFFERENCES = {"rtol": 1e-7, "atol": 1e-8}
+"""Tolerance of central differences in float64, whose ε is 6e-6 of ‖θ‖/‖v‖: ε² and 1e-16/ε."""
+
+
+class Residual(nn.Module):
+    """A layer used twice, a tied weight, a scale of its own, sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = mlp([3, 3])[0], mlp([3, 3], seed=1)[0]
+        self.out.weight = self.inner.weight
+        self.scale = nn.Parameter(normal(3, seed=2))
+
+    def forward(self, x):
+        h = x + torch.tanh(self.inner(x))
+        h = torch.tanh(self.inner(h)) * self.scale
+        return self.out(h)
+
+
+class OutsideItsModule(nn.Module):
+    """An autoencoder whose decoder is the encoder's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = mlp([3, 2])[0]
+
+    def forward(self, x):
+        return torch.sigmoid(self.encoder(x)) @ self.encoder.weight
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, and what happens between it and the loss."""
+
+    model: Callable[[], nn.Module]
+    x: Tensor
+    then: Callable[[Tensor], Tensor] | None = None
+    """What is done to the model's outputs before the loss."""
+
+    def network(self) -> tuple[Network, Pass]:
+        """The network, and one pass that was recorded."""
+        model = self.model().double()
+        network = network_of(model)
+        with record(model, network.objective) as recording:
+            z = model(self.x)
+            z = z if self.then is None else self.then(z)
+            Gaussian()(z, torch.zeros_like(z)).backward()
+        for p in model.parameters():
+            p.grad = None
+        (part,) = recording.batch().passes
+        return network, part
+
+
+PROBLEMS = {
+    "perceptron": Problem(lambda: mlp([3, 4, 2]), normal(5, 3)),
+    "no biases": Problem(lambda: mlp([3, 4, 2], bias=False), normal(5, 3)),
+    "sequences": Problem(lambda: mlp([3, 4, 2]), normal(5, 2, 3)),
+    "flattened sequences": Problem(
+        lambda: mlp([3, 4, 2]), normal(5, 2, 3), lambda z: z.reshape(-1, 2)
+    ),
+    "shared weights": Problem(Residual, normal(5, 2, 3)),
+    "a weight outside its module": Problem(OutsideItsModule, normal(5, 3)),
+    "layer normalisation": Problem(
+        lambda: nn.Sequential(mlp([3, 4]), nn.LayerNorm(4), nn.GELU(), mlp([4, 2])), normal(5, 3)
+    ),
+    "batch normalisation": Problem(
+        lambda: nn.Sequential(mlp([3, 4]), nn.BatchNorm1d(4), nn.Tanh(), mlp([4, 2])), normal(5, 3)
+    ),
+    "convolution": Problem(
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)),
+        normal(4, 1, 4, 4),
+    ),
+    "recurrent": Problem(
+        lambda: nn.GRU(3, 2, batch_first=True), normal(4, 3, 3), lambda out: out[0][:, -1]
+    ),
+    "dropout": Problem(
+        lambda: nn.Sequential(mlp([3, 6]), nn.Dropout(0.5), mlp([6, 2])), normal(5, 3)
+    ),
+    "frozen layer": Problem(
+        lambda: nn.Sequential(
+            mlp([3, 4]), nn.Tanh(), mlp([4, 4]).requires_grad_(False), mlp([4, 2])
+        ),
+        normal(5, 3),
+    ),
+}
+each_problem = pytest.mark.parametrize("name", PROBLEMS)
+
+
+def dense_jacobian(network: Network, part: Pass) -> Tensor:
+    """∂z/∂θ, (outputs, parameters), one output at a time by reverse mode."""
+    (z,) = part.run(network.model)
+    rows = []
+    for output in part.terms[0].matrix(z).reshape(-1):
+        grads = torch.autograd.grad(
+            output, network.parameters, retain_graph=True, materialize_grads=True, allow_unused=True
+        )
+        rows.append(torch.cat([g.reshape(-1) for g in grads]))
+    return torch.stack(rows)
+
+
+def directions_of(network: Network, count: int = 2) -> list[tuple[Tensor, ...]]:
+    return [
+        tuple(normal(*unit.shape, seed=10 * k + n) for n, unit in enumerate(network.units))
+        for k in range(count)
+    ]
+
+
+def flat(network: Network, vector) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in network.split(vector)])
+
+
+def views(network: Network, part: Pass) -> list[Linearization]:
+    trace = trace_of(network, part)
+    return [Traced(network, part)] + ([] if trace is None else [ByHand(part, trace)])
+
+
+def test_which_problems_go_by_hand():
+    by_hand = {name for name, p in PROBLEMS.items() if trace_of(*p.network()) is not None}
+    assert by_hand == {"perceptron", "no biases"}
+
+
+@each_problem
+def test_outputs(name):
+    network, part = PROBLEMS[name].network()
+    (z,) = part.run(network.model)
+    for view in views(network, part):
+        (outputs,) = view.outputs
+        assert not outputs.requires_grad
+        assert_close(outputs, part.terms[0].matrix(z.detach()), **ALGEBRA)
+
+
+@each_problem
+@pytest.mark.parametrize(
+    ("engine", "tolerance"),
+    [(forward_mode.jvp, EXACT), (finite_difference.jvp, DIFFERENCES)],
+    ids=["forward mode", "finite differences"],
+)
+def test_products_with_the_jacobian(name, engine, tolerance):
+    network, part = PROBLEMS[name].network()
+    J = dense_jacobian(network, part)
+    directions = directions_of(network)
+    before = [p.detach().clone() for p in network.parameters]
+    (raw,) = engine(network, part, directions)
+    found = part.terms[0].matrix(raw)
+    terms = part.terms[0]
+    assert found.shape == (2, terms.count, terms.event)
+    for tangent, v in zip(found, directions, strict=True):
+        assert_close(tangent.reshape(-1), J @ flat(network, v), **tolerance)
+    assert all(torch.equal(p, q) for p, q in zip(network.parameters, before, strict=True))
+    assert all(p.grad is None for p in network.model.parameters())
+
+
+@each_problem
+def test_products_with_the_jacobian_by_whatever_is_chosen(name):
+    network, part = PROBLEMS[name].network()
+    J = dense_jacobian(network, part)
+    directions = directions_of(network)
+    for view in views(network, part):
+        (found,) = view.jvp(directions)
+        for tangent, v in zip(found, directions, strict=True):
+            assert_close(tangent.reshape(-1), J @ flat(network, v), **EXACT)
+    assert network.learned.forward_mode
+
+
+@each_problem
+def test_products_with_its_transpose(name):
+    network, part = PROBLEMS[name].network()
+    J = dense_jacobian(network, part)
+    r = normal(*(part.terms[0].count, part.terms[0].event), seed=3)
+    for view in views(network, part):
+        assert_close(flat(network, view.vjp([r])), J.mT @ r.reshape(-1), **EXACT)
+
+
+@each_problem
+def test_what_the_units_show_adds_up_to_the_gradient(name):
+    """Σ g āᵀ over all uses, or the sum itself, but for uses that nobody sees."""
+    network, part = PROBLEMS[name].network()
+    r = normal(*(part.terms[0].count, part.terms[0].event), seed=3)
+    expected = Traced(network, part).vjp([r])
+    for view in views(network, part):
+        for unit, taps, V in zip(network.units, view.taps([r]), expected, strict=True):
+            if isinstance(taps, SummedGradient):
+                assert_close(taps.V, V, **EXACT)
+                continue
+            own = sum((tap.gradients().sum(dim=0) for tap in taps), torch.zeros_like(V))
+            if name == "a weight outside its module" and unit.name == "encoder":
+                assert not torch.allclose(own, V)
+            else:
+                assert_close(own, V, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["perceptron", "shared weights"])
+def test_finite_differences_in_single_precision(name):
+    """Of the order of ε^⅔ = 2e-5, in units of the largest entry."""
+    network, part = PROBLEMS[name].network()
+    J = dense_jacobian(network, part)
+    (v,) = directions_of(network, 1)
+    expected = J @ flat(network, v)
+    single = Problem(PROBLEMS[name].model, PROBLEMS[name].x.float())
+    model = single.model().float()
+    small = network_of(model)
+    with record(model, small.objective) as recording:
+        z = model(single.x)
+        Gaussian()(z, torch.zeros_like(z)).backward()
+    (part,) = recording.batch().passes
+    (raw,) = finite_difference.jvp(small, part, [tuple(V.float() for V in v)])
+    error = (part.terms[0].matrix(raw)[0].reshape(-1).double() - expected).abs().max()
+    assert error < 1e-3 * expected.abs().max()
+
+
+def test_a_direction_of_zeros_has_no_tangent():
+    network, part = PROBLEMS["perceptron"].network()
+    zeros = tuple(torch.zeros_like(V) for V in network.theta())
+    for engine in (forward_mode.jvp, finite_difference.jvp):
+        (found,) = engine(network, part, [zeros])
+        assert torch.equal(found, torch.zeros_like(found))
+
+
+class NoForwardMode(torch.autograd.Function):
+    """Has a backward pass and no forward-mode derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (1 - x.tanh().square())
+
+
+class Opaque(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = mlp([3, 4])[0], mlp([4, 2])[0]
+
+    def forward(self, x):
+        return self.second(NoForwardMode.apply(self.first(x)))
+
+
+def test_without_forward_mode_differences_are_taken_from_then_on(monkeypatch):
+    network, part = Problem(Opaque, normal(5, 3)).network()
+    J = dense_jacobian(network, part)
+    (v,) = directions_of(network, 1)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        forward_mode.jvp(network, part, [v])
+    for _ in range(2):
+        (raw,) = jvp(network, part, [v])
+        assert_close(raw[0].reshape(-1), J @ flat(network, v), **DIFFERENCES)
+        assert not network.learned.forward_mode
+        monkeypatch.delattr(forward_mode, "jvp", raising=False)  # not asked again
+
+
+def test_an_error_of_the_model_itself_is_raised():
+    network, part = PROBLEMS["perceptron"].network()
+
+    def broken(*args):
+        raise RuntimeError("broken")
+
+    network.model.forward = broken
+    with pytest.raises(RuntimeError, match="broken"):
+        jvp(network, part, directions_of(network, 1))
+    assert network.learned.forward_mode
+
+
+def test_several_losses_of_one_pass():
+    model = mlp([3, 4, 3])
+    network, x = network_of(model), normal(5, 3)
+    y, target = torch.tensor([0, 1, 0, 1, 1]), normal(5, 1, seed=1)
+    with record(model, network.objective) as recording:
+        z = model(x)
+        (functional.cross_entropy(z[:, :2], y) + functional.mse_loss(z[:, 2:], target)).backward()
+    (part,) = recording.batch().passes
+    view = Traced(network, part)
+    (v,) = directions_of(network, 1)
+    J = torch.autograd.functional.jacobian  # (5, 3) outputs by each parameter
+    names = [name for name, _ in model.named_parameters()]
+    jacobians = J(
+        lambda *p: torch.func.functional_call(model, dict(zip(names, p, strict=True)), (x,)),
+        tuple(p.detach() for p in model.parameters()),
+    )
+    expected = sum(
+        (Jp.flatten(2) @ part.reshape(-1))
+        for Jp, part in zip(jacobians, network.split(v), strict=True)
+    )
+    classes, values = view.jvp([v])
+    assert_close(classes[0], expected[:, :2], **EXACT)
+    assert_close(values[0], expected[:, 2:], **EXACT)
+    r = normal(5, 2, seed=4)
+    found = view.vjp([r, None])
+    padded = torch.cat([r, torch.zeros(5, 1, dtype=torch.float64)], dim=1)
+    wanted = [torch.einsum("no,no...->...", padded, Jp) for Jp in jacobians]
+    for left, right in zip(found, network.join(wanted), strict=True):
+        assert_close(left, right, **EXACT)

@@ -1,0 +1,211 @@
+import pytest
+import torch
+from torch import nn
+
+from kronfac.errors import UnsupportedModelError
+from kronfac.network import find_units
+from tests.conftest import mlp
+
+
+def names(model):
+    return [unit.name for unit in find_units(model).units]
+
+
+def kinds(model):
+    """The name and the kind of block of every unit."""
+    units = find_units(model).units
+    return {unit.name: type(unit.block).__name__.removesuffix("Block") for unit in units}
+
+
+def test_units_come_in_the_order_of_registration_with_their_paths():
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(2, 3), nn.Tanh()), nn.ModuleDict({"head": nn.Linear(3, 1)})
+    )
+    assert names(model) == ["0.0", "1.head"]
+    assert set(kinds(model).values()) == {"Kronecker"}
+
+
+def test_a_bare_linear_is_a_model():
+    (unit,) = find_units(nn.Linear(2, 3)).units
+    assert unit.name == ""
+    assert unit.names == ("weight", "bias")
+
+
+def test_parameter_names_are_those_of_the_model():
+    model = nn.Sequential(mlp([2, 3, 1]), nn.Linear(1, 1, bias=False))
+    units = find_units(model).units
+    found = [name for unit in units for name in unit.names]
+    assert found == [name for name, _ in model.named_parameters()]
+    parameters = dict(model.named_parameters())
+    for unit in units:
+        for name, parameter in zip(unit.names, unit.parameters, strict=True):
+            assert parameters[name] is parameter
+
+
+def test_frozen_layers_are_left_out():
+    model = mlp([2, 3, 3, 1])
+    model[2].requires_grad_(False)
+    assert names(model) == ["0", "4"]
+
+
+def test_frozen_parameters_of_other_layers_are_no_obstacle():
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3).requires_grad_(False), nn.Linear(3, 1))
+    assert names(model) == ["0", "2"]
+
+
+def test_a_module_that_is_registered_twice_is_one_unit():
+    layer = nn.Linear(2, 2)
+    assert names(nn.ModuleDict({"a": layer, "b": layer})) == ["a"]
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    model[2].weight = model[0].weight
+    return model
+
+
+def tied_to_an_embedding():
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    model[1].weight = model[0].weight
+    return model
+
+
+def half_frozen(which):
+    model = mlp([2, 3, 1])
+    getattr(model[0], which).requires_grad_(False)
+    return model
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Subclass(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) ** 2
+
+
+def reparametrised():
+    # Keeps the type nn.Linear but computes its weight from `weight_orig` before each call.
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 2)))
+
+
+# ------------------------------------------------------------------- what each parameter gets
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        # A weight with a bias in each of its two layers: a unit of its own.
+        (tied, {"0.bias": "Kronecker", "0.weight": "Kronecker", "2.bias": "Kronecker"}),
+        (lambda: half_frozen("weight"), {"0": "Kronecker", "2": "Kronecker"}),
+        (lambda: half_frozen("bias"), {"0": "Kronecker", "2": "Kronecker"}),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)),
+            {"0": "Kronecker", "1.weight": "Diagonal", "1.bias": "Diagonal"},
+        ),
+        (
+            lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(2, 1)),
+            {"0.weight": "Diagonal", "0.bias": "Diagonal", "1": "Kronecker"},
+        ),
+        (Scaled, {"scale": "Diagonal", "linear": "Kronecker"}),
+        # A subclass may do anything in its forward.
+        (lambda: Subclass(2, 2), {"weight": "Diagonal", "bias": "Diagonal"}),
+        # The embedding's uses are seen by nobody.
+        (tied_to_an_embedding, {"0.weight": "Diagonal"}),
+        (reparametrised, {"0.bias": "Diagonal", "0.weight_orig": "Diagonal"}),
+        (
+            lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))),
+            {
+                "0.bias": "Diagonal",
+                "0.parametrizations.weight.original0": "Diagonal",
+                "0.parametrizations.weight.original1": "Diagonal",
+            },
+        ),
+    ],
+)
+def test_every_trained_parameter_is_in_one_unit(model, expected):
+    model = model()
+    assert kinds(model) == expected
+    found = [id(p) for unit in find_units(model).units for p in unit.parameters]
+    assert sorted(found) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+
+
+def test_only_trained_parameters_are_columns_of_a_unit():
+    weight_alone, bias_alone = (
+        find_units(half_frozen(which)).units[0] for which in ("bias", "weight")
+    )
+    assert (weight_alone.names, weight_alone.shape) == (("0.weight",), (3, 2))
+    assert (bias_alone.names, bias_alone.shape) == (("0.bias",), (3, 1))
+
+
+def test_a_tied_weight_is_used_at_all_its_sites():
+    found = find_units(tied())
+    number = [unit.names for unit in found.units].index(("0.weight",))
+    assert [dict(site.columns)[number] for site in found.sites] == [("weight",), ("weight",)]
+
+
+def test_parameters_of_any_shape_are_matrices():
+    model = nn.Sequential(nn.Conv2d(2, 3, (4, 5)), Scaled())
+    shapes = {unit.name: unit.shape for unit in find_units(model).units}
+    assert shapes["0.weight"] == (3, 40)
+    assert shapes["0.bias"] == (3, 1)
+    assert shapes["1.scale"] == (1, 1)
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Tanh, "no trainable parameter in Tanh"),
+        (lambda: nn.Linear(2, 2).requires_grad_(False), "no trainable parameter in Linear"),
+        (lambda: nn.Linear(2, 2, dtype=torch.complex64), "real parameters in float32 or float64"),
+        (lambda: nn.Linear(2, 2, dtype=torch.bfloat16), "float32 or float64.*autocast"),
+    ],
+)
+def test_models_that_it_cannot_train_are_refused(model, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        find_units(model())
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (tied_to_an_embedding, "Embedding: 0.weight"),
+        (lambda: nn.Bilinear(2, 2, 1), "Bilinear: weight, bias"),
+        (Scaled, "Scaled: scale"),
+        (lambda: Subclass(2, 2), "Subclass: weight, bias"),
+        (lambda: nn.MultiheadAttention(4, 2), "in_proj_weight"),
+        (
+            lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))),
+            "ParametrizationList: 0.parametrizations.weight.original0",
+        ),
+        (reparametrised, "Linear: 0.bias, 0.weight_orig"),
+    ],
+)
+def test_unknown_parameters_are_refused_if_asked_to(model, named):
+    with pytest.raises(UnsupportedModelError, match=named):
+        find_units(model(), other="refuse")
+
+
+def test_all_that_is_refused_is_named_at_once_by_type_with_what_can_be_done():
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3),
+        nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 3)),
+        nn.Conv2d(2, 2, 3, bias=False),
+        nn.LayerNorm(3).requires_grad_(False),
+        Scaled(),
+    )
+    with pytest.raises(UnsupportedModelError) as refusal:
+        find_units(model, other="refuse")
+    message = str(refusal.value)
+    assert "nn.Linear" in message
+    named = "Conv2d: 0.weight, 0.bias, 2.weight; LayerNorm: 1.0.weight, 1.0.bias; Scaled: 4.scale."
+    assert named in message
+    for remedy in ('other="diagonal"', "kronfac.register", "requires_grad_(False)"):
+        assert remedy in message

@@ -1,0 +1,219 @@
+"""Passes that can be run again: with other parameters, and on some of the examples."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from kronfac.network import Batch, LossCall, ModelCall, Network, Pass, Ref, record, sizes, subsets
+from kronfac.network.program import Operation
+from kronfac.network.subset import slicing
+from kronfac.objective import Categorical, Gaussian, objective_of
+from tests.conftest import ALGEBRA, batch, mlp, network_of, normal, seeded
+
+
+def first(network: Network, whole: Batch, fraction: float) -> Batch:
+    (found,) = subsets(network, whole, sizes(whole, fraction), None)
+    return found
+
+
+def inputs_of(part: Batch) -> list[torch.Tensor]:
+    return [call.args[0] for one in part.passes for call in one.calls]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "rows"),
+    [(1.0, [4, 4, 2]), (0.5, [4, 1]), (0.4, [4]), (0.41, [4, 1]), (0.05, [1]), (1 / 8, [2])],
+)
+def test_the_first_examples_in_the_passes_in_which_they_came(fraction, rows):
+    x, y = normal(10, 3), torch.arange(10) % 2
+    network = network_of(mlp([3, 2]), Categorical())
+    part = first(network, batch(network, x, y, chunk=4), fraction)
+    assert [one.examples for one in part.passes] == rows
+    assert torch.equal(torch.cat(inputs_of(part)), x[: sum(rows)])
+    (terms,) = zip(*(one.terms for one in part.passes), strict=True)
+    assert torch.equal(torch.cat([t.targets for t in terms]), y[: sum(rows)])
+    assert [t.shape for t in terms] == [(n, 2) for n in rows]
+    assert part.examples == sum(rows)
+
+
+def test_fractions_are_rounded_up_but_for_rounding_error():
+    network = network_of(mlp([3, 2]))
+    whole = batch(network, normal(100, 3))
+    assert sizes(whole, 0.07, 0.0701, 0.001, 1.0) == [7, 8, 1, 100]
+
+
+def test_drawn_subsets_lie_in_each_other_and_are_in_the_order_of_the_examples():
+    x = torch.arange(40, dtype=torch.float64).reshape(20, 2)
+    network = network_of(mlp([2, 2]))
+    whole = batch(network, x, chunk=6)
+    small, large = subsets(network, whole, [5, 11], seeded(3))
+    rows = [torch.cat(inputs_of(part))[:, 0].tolist() for part in (small, large)]
+    assert [len(found) for found in rows] == [5, 11]
+    assert set(rows[0]) < set(rows[1])
+    assert all(found == sorted(found) for found in rows)
+    assert rows[0] != [2.0 * i for i in range(5)]
+    again, _ = subsets(network, whole, [5, 11], seeded(3))
+    assert torch.cat(inputs_of(again))[:, 0].tolist() == rows[0]
+
+
+def test_every_example_is_drawn_equally_often():
+    """400 draws of 5 of 20: 100 times each, give or take five standard deviations of 8.7."""
+    network = network_of(mlp([1, 1]))
+    whole = batch(network, torch.arange(20, dtype=torch.float64).reshape(20, 1), chunk=7)
+    counts, generator = torch.zeros(20), seeded(1)
+    for _ in range(400):
+        (part,) = subsets(network, whole, [5], generator)
+        counts[torch.cat(inputs_of(part))[:, 0].long()] += 1
+    assert (counts - 100).abs().max() < 5 * 8.7
+
+
+def test_views_not_copies():
+    x = normal(6, 3)
+    network = network_of(mlp([3, 2]))
+    (found,) = inputs_of(first(network, batch(network, x), 0.5))
+    assert found.data_ptr() == x.data_ptr()
+
+
+# ------------------------------------------------------------------- which arguments have examples
+
+
+class Masked(nn.Module):
+    """A mask that has the examples, a table that has not and is as long, a number and a name."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2).double()
+
+    def forward(self, x, extra, *, scale, name):
+        assert name == "n"
+        return self.linear(x * extra["mask"][:, None]) * scale
+
+
+class Table(nn.Module):
+    """A table of six rows beside six examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2).double()
+
+    def forward(self, x, table):
+        return self.linear(x) + table.sum(dim=0)
+
+
+class Mean(nn.Module):
+    """Examples that depend on each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2).double()
+
+    def forward(self, x):
+        return self.linear(x - x.mean(dim=0))
+
+
+def one_pass(network, *args, **kwargs) -> Pass:
+    terms = network.objective.declare(network.model(*args, **kwargs).shape)
+    return Pass((ModelCall(args, kwargs, outputs=(0,)),), (LossCall(0, terms),))
+
+
+def test_examples_are_taken_of_every_tensor_that_has_them():
+    x, mask, scale = normal(6, 3), normal(6, seed=1), torch.tensor(2.0)
+    network = network_of(Masked())
+    part = one_pass(network, x, {"mask": mask}, scale=scale, name="n")
+    assert slicing(network, part) == "every"
+    (call,) = first(network, Batch((part,)), 1 / 3).passes[0].calls
+    assert torch.equal(call.args[0], x[:2])
+    assert torch.equal(call.args[1]["mask"], mask[:2])
+    assert call.kwargs["scale"] is scale
+    assert call.kwargs["name"] == "n"
+
+
+def test_a_table_that_happens_to_be_as_long_is_left_whole():
+    x, table = normal(6, 3), normal(6, 2, seed=1)
+    network = network_of(Table())
+    part = one_pass(network, x, table)
+    assert slicing(network, part) == "first"
+    some = first(network, Batch((part,)), 1 / 3)
+    assert some.passes[0].calls[0].args[1] is table
+    (z,) = some.passes[0].run(network.model)
+    assert_close(z, network.model(x, table)[:2], **ALGEBRA)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Mean(), nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()],
+    ids=["mean", "bn"],
+)
+def test_passes_whose_examples_depend_on_each_other_are_used_whole(model):
+    network = network_of(model)
+    parts = tuple(one_pass(network, normal(4, 3, seed=seed)) for seed in range(3))
+    found = first(network, Batch(parts), 0.5)  # six of twelve
+    assert found.passes == parts[:2]
+
+
+def test_terms_of_an_example_stay_together():
+    """Two places each: terms 2n and 2n + 1 are those of example n."""
+    model, x = mlp([3, 4]), normal(6, 2, 3)
+    y = torch.arange(12).reshape(6, 2) % 4
+    network, loss = network_of(model, nn.CrossEntropyLoss()), nn.CrossEntropyLoss()
+    with record(model, network.objective) as recording:
+        loss(model(x).reshape(-1, 4), y.reshape(-1)).backward()
+    whole = recording.batch()
+    assert whole.examples == 6
+    assert whole.passes[0].terms[0].count == 12
+    some = whole.passes[0].select(torch.tensor([1, 4]), every=True)
+    assert some.examples == 2
+    (z,) = some.run(model)
+    assert_close(z, model(x[[1, 4]]).reshape(-1, 4), **ALGEBRA)
+    assert torch.equal(some.terms[0].targets, y[[1, 4]].reshape(-1))
+
+
+# -------------------------------------------------------------------------------------- running again
+
+
+def test_run_with_other_parameters_leaves_the_model_alone():
+    model, other, x = mlp([3, 4, 2]), mlp([3, 4, 2], seed=1), normal(5, 3)
+    (part,) = batch(network_of(model), x).passes
+    for net in (model, other, model):
+        assert torch.equal(part.run(net)[0], net(x))
+
+
+def test_operations_between_the_model_and_the_loss_are_done_again():
+    model, x = mlp([3, 4]), normal(5, 3)
+    operations = (
+        Operation(torch.Tensor.reshape, (Ref(0), 5, 2, 2), {}, (1,)),
+        Operation(torch.add, (Ref(1), Ref(1)), {"alpha": 2}, (2,)),
+    )
+    terms = objective_of(Gaussian()).declare(torch.Size((5, 2, 2)))
+    part = Pass((ModelCall((x,), {}, (0,)), *operations), (LossCall(2, terms),))
+    assert_close(part.run(model)[0], 3 * model(x).reshape(5, 2, 2), **ALGEBRA)
+
+
+def test_dropout_masks_are_drawn_again_and_nobody_notices():
+    model = nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.5)).double()
+    network, x = network_of(model), normal(5, 3)
+    with record(model, network.objective) as recording:
+        z = model(x)
+        Gaussian()(z, torch.zeros_like(z)).backward()
+    (part,) = recording.batch().passes
+    assert part.random
+    before = torch.get_rng_state()
+    for _ in range(2):
+        assert torch.equal(part.run(model)[0], z)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_batch_counts_its_terms_and_their_weight():
+    network = network_of(mlp([3, 4]), nn.MSELoss())
+    whole = batch(network, normal(10, 3), normal(10, 4, seed=1), chunk=4)
+    assert whole.examples == 10
+    assert [part.terms[0].event for part in whole.passes] == [4, 4, 4]
+    # A mean over four outputs each: F_R of a term counts a quarter.
+    assert whole.total_weight == pytest.approx(1 / 4, rel=1e-12)
+    assert not whole.summed
+    assert whole.scaled(3.0).total_weight == pytest.approx(3 / 4, rel=1e-12)
+    summed = network_of(mlp([3, 4]), nn.MSELoss(reduction="sum"))
+    whole = batch(summed, normal(10, 3), normal(10, 4, seed=1), chunk=4)
+    assert whole.summed
+    assert whole.total_weight == 10

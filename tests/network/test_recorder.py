@@ -1,0 +1,391 @@
+"""What is recorded of a closure, and that it can be done again."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.testing import assert_close
+
+import kronfac
+from kronfac.errors import ClosureError, TargetError
+from kronfac.network import Batch, record
+from kronfac.objective import Categorical, Gaussian, objective_of
+from tests.conftest import ALGEBRA, mlp, normal
+
+
+@pytest.fixture
+def model():
+    return mlp([3, 4, 2])
+
+
+X, Y = normal(6, 3), normal(6, 2, seed=1)
+
+
+def recorded(model, loss, closure) -> Batch:
+    """The mini-batch of a closure, which returns its loss, or has called backward itself."""
+    with record(model, objective_of(loss)) as recording:
+        returned = closure()
+        if returned is not None:
+            returned.backward()
+    return recording.batch()
+
+
+def assert_loss(batch: Batch, model, expected) -> None:
+    """The loss was seen, and can be computed again from what was recorded."""
+    assert_close(batch.seen_loss, expected.detach().double(), **ALGEBRA)
+    with torch.no_grad():
+        again = [
+            loss.evaluate(z)
+            for part in batch.passes
+            for loss, z in zip(part.losses, part.run(model), strict=True)
+        ]
+    assert_close(torch.stack(again).sum(), expected.detach().double(), **ALGEBRA)
+
+
+def test_one_call(model):
+    loss = nn.MSELoss()
+    batch = recorded(model, loss, lambda: loss(model(X), Y))
+    (part,) = batch.passes
+    (call,), (terms,) = part.calls, part.terms
+    assert call.args[0] is X
+    assert part.examples == 6
+    assert (terms.count, terms.event, terms.shape) == (6, 2, (6, 2))
+    assert torch.equal(terms.targets, Y)
+    assert_loss(batch, model, loss(model(X), Y))
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(reduction="sum"), Gaussian()])
+def test_micro_batches_of_different_sizes_make_up_the_whole(model, loss):
+    def closure():
+        for part in (slice(0, 4), slice(4, 5), slice(5, 6)):
+            share = len(X[part]) / len(X) if isinstance(loss, Gaussian) else 1.0
+            (loss(model(X[part]), Y[part]) * share).backward()
+
+    batch = recorded(model, loss, closure)
+    assert [part.examples for part in batch.passes] == [4, 1, 1]
+    targets = [part.terms[0].targets for part in batch.passes]
+    assert torch.equal(torch.cat(targets), Y)
+    whole = recorded(model, loss, lambda: loss(model(X), Y))
+    assert batch.total_weight == pytest.approx(whole.total_weight, rel=1e-12)
+    assert batch.summed == whole.summed
+    assert_loss(batch, model, loss(model(X), Y))
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), Gaussian()])
+def test_arguments_by_keyword(model, loss):
+    def closure():
+        if isinstance(loss, Gaussian):
+            return loss(targets=Y, outputs=model(X))
+        return loss(target=Y, input=model(X))
+
+    batch = recorded(model, loss, closure)
+    assert torch.equal(batch.passes[0].terms[0].targets, Y)
+    assert_loss(batch, model, loss(model(X), Y))
+
+
+def test_class_indices_and_flattened_outputs(model):
+    y = torch.tensor([0, 1, 1, 0, 1, 0])
+    loss = nn.CrossEntropyLoss()
+    batch = recorded(model, loss, lambda: loss(model(X), y))
+    assert torch.equal(batch.passes[0].terms[0].targets, y)
+
+    single, loss = mlp([3, 4, 1]), nn.MSELoss()
+    batch = recorded(single, loss, lambda: loss(single(X).squeeze(1), Y[:, 0]))
+    (terms,) = batch.passes[0].terms
+    assert (terms.count, terms.event) == (6, 1)
+    assert torch.equal(terms.targets, Y[:, :1])
+    assert_loss(batch, single, loss(single(X).squeeze(1), Y[:, 0]))
+
+
+def test_evaluations_without_gradients_are_not_recorded(model):
+    loss = nn.MSELoss()
+
+    def closure():
+        with torch.no_grad():
+            loss(model(normal(9, 3)), normal(9, 2))
+        return loss(model(X), Y)
+
+    batch = recorded(model, loss, closure)
+    assert [part.examples for part in batch.passes] == [6]
+    assert_loss(batch, model, loss(model(X), Y))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda z: 2 * z,
+        lambda z: z[:3],
+        lambda z: z + 0,
+        lambda z: z.clone(),
+        lambda z: z.mul_(2.0),
+        lambda z: z.mT.contiguous().mT,
+        lambda z: torch.cat([z, z * 3]).relu()[1:7],
+    ],
+)
+def test_what_is_done_to_the_outputs_is_done_again(model, changed):
+    """The terms are those of what the loss was called with, and it follows the parameters."""
+    loss = nn.MSELoss()
+
+    def closure():
+        z = changed(model(X))
+        return loss(z, Y[: len(z)])
+
+    batch = recorded(model, loss, closure)
+    z = changed(model(X))
+    assert_loss(batch, model, loss(z, Y[: len(z)]))
+    assert torch.equal(batch.passes[0].terms[0].targets, Y[: len(z)])
+    other = mlp([3, 4, 2], seed=5)
+    (found,) = batch.passes[0].run(other)
+    assert_close(found, changed(other(X)), **ALGEBRA)
+
+
+def test_memory_that_is_used_again_is_not_taken_for_the_outputs():
+    """What the outputs lay in is free once they are transformed; the next result may lie there."""
+    model, x, y = mlp([4, 3, 2]), normal(64, 4), torch.zeros(64, 2, dtype=torch.float64)
+    loss = nn.MSELoss()
+    for _ in range(50):
+        batch = recorded(model, loss, lambda: loss(model(x) * 2.0 + 1.0, y))
+        assert_loss(batch, model, loss(model(x) * 2.0 + 1.0, y))
+
+
+@pytest.mark.parametrize("rows", [6, 2])  # 2 × 2 is the same shape again
+def test_transposed_outputs_do_not_mix_up_the_targets(model, rows):
+    loss, y = nn.MSELoss(), Y[:rows]
+    batch = recorded(model, loss, lambda: loss(model(X[:rows]).mT, y.mT))
+    (terms,) = batch.passes[0].terms
+    assert torch.equal(terms.targets, y.mT)
+    assert_loss(batch, model, loss(model(X[:rows]), y))
+
+
+# ------------------------------------------------------------------------------------ what a loss counts
+
+
+@pytest.mark.parametrize(
+    "weigh", [lambda h: 10 * h, lambda h: h / 7, lambda h: -h + 3 * h, lambda h: h + 5]
+)
+def test_the_scale_of_a_loss_is_what_arrives_at_it(model, weigh):
+    loss = nn.MSELoss()
+    plain = recorded(model, loss, lambda: loss(model(X), Y))
+    batch = recorded(model, loss, lambda: weigh(loss(model(X), Y)))
+    one = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(weigh(one), one)
+    assert batch.total_weight == pytest.approx(float(slope) * plain.total_weight, rel=1e-12)
+    assert_loss(batch, model, float(slope) * loss(model(X), Y))
+
+
+def test_a_second_loss_on_the_same_outputs(model):
+    loss = nn.MSELoss()
+
+    def closure():
+        z = model(X)
+        return loss(z, Y) + 3 * loss(z, 2 * Y)
+
+    batch = recorded(model, loss, closure)
+    (part,) = batch.passes  # one pass of the model for both
+    assert [terms.scale for terms in part.terms] == pytest.approx([1 / 12, 3 / 12])
+    assert_loss(batch, model, closure())
+
+
+def test_losses_of_several_kinds_of_one_call(model):
+    y = torch.tensor([0, 1, 1, 0, 1, 0])
+
+    def closure():
+        z = model(X)
+        return functional.cross_entropy(z, y) + 0.5 * functional.mse_loss(z[:, :1], Y[:, :1])
+
+    batch = recorded(model, nn.CrossEntropyLoss(), closure)
+    (part,) = batch.passes
+    kinds = [type(terms.likelihood).__name__ for terms in part.terms]
+    assert kinds == ["Categorical", "Gaussian"]
+    assert_loss(batch, model, closure())
+
+
+def test_a_call_whose_loss_is_not_differentiated_does_not_count(model):
+    loss = nn.MSELoss()
+
+    def closure():
+        loss(model(normal(4, 3, seed=7)), Y[:4])
+        return loss(model(X), Y)
+
+    batch = recorded(model, loss, closure)
+    assert [part.examples for part in batch.passes] == [6]
+    assert_loss(batch, model, loss(model(X), Y))
+
+
+def test_ignored_targets_have_no_weight(model):
+    loss = nn.CrossEntropyLoss()
+    y = torch.tensor([0, -100, 1, 0, -100, 1])
+    batch = recorded(model, loss, lambda: loss(model(X), y))
+    (terms,) = batch.passes[0].terms
+    expected = torch.tensor([1, 0, 1, 1, 0, 1], dtype=torch.float64) / 4
+    assert_close(terms.scale * terms.weight.double(), expected, **ALGEBRA)
+    assert_loss(batch, model, loss(model(X), y))
+
+
+def test_a_loss_inside_the_model():
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp([3, 4, 2])
+
+        def forward(self, x, labels=None):
+            logits = self.net(x)
+            loss = functional.cross_entropy(logits, labels)
+            return {"loss": loss, "logits": logits}
+
+    model, y = WithLoss(), torch.tensor([0, 1, 1, 0, 1, 0])
+    batch = recorded(model, nn.CrossEntropyLoss(), lambda: model(X, labels=y)["loss"] / 2)
+    (part,) = batch.passes
+    assert part.terms[0].scale == pytest.approx(1 / 12)
+    assert_loss(batch, model, functional.cross_entropy(model.net(X), y) / 2)
+
+
+def test_declared_terms(model):
+    def closure():
+        z = kronfac.observe(model(X), Gaussian(variance=0.5), targets=Y, scale=1 / 6)
+        return (z - Y).square().sum() / 6
+
+    batch = recorded(model, nn.MSELoss(), closure)
+    (terms,) = batch.passes[0].terms
+    assert (terms.scale, terms.likelihood.variance) == (1 / 6, 0.5)
+    assert torch.equal(terms.targets, Y)
+    assert batch.seen_loss is None  # K-FAC knows its curvature, not its value
+
+
+def test_without_a_loss_the_modules_curvature_is_that_of_the_outputs(model):
+    batch = recorded(model, nn.MSELoss(), lambda: model(X).sum())
+    assert batch.examples == 6
+    (terms,) = batch.passes[0].terms
+    assert terms.targets is None
+    assert terms.scale == pytest.approx(1 / 12)
+    assert batch.seen_loss is None
+
+
+def test_without_a_loss_micro_batches_share_the_mean(model):
+    def closure():
+        for part in (slice(0, 4), slice(4, 6)):
+            model(X[part]).sum().backward()
+
+    batch = recorded(model, nn.MSELoss(), closure)
+    assert [part.examples for part in batch.passes] == [4, 2]
+    assert batch.total_weight == pytest.approx(1 / 2, rel=1e-12)
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("y", [Y[:, :1], Y[:1], Y[0]])
+@pytest.mark.filterwarnings("ignore:Using a target size")  # torch's own word on it
+def test_targets_that_torch_would_broadcast_are_refused(model, y):
+    loss = nn.MSELoss()
+    with pytest.raises(TargetError, match="needs targets of the outputs' shape"):
+        recorded(model, loss, lambda: loss(model(X), y))
+
+
+def test_a_closure_that_never_calls_the_model(model):
+    with pytest.raises(ClosureError, match="never called the model"):
+        recorded(model, nn.MSELoss(), lambda: None)
+
+
+@pytest.mark.parametrize("which", ["inputs", "targets"])
+def test_tensors_that_are_written_to_afterwards_are_refused(model, which):
+    loss, x, y = nn.MSELoss(), X.clone(), Y.clone()
+
+    def closure():
+        loss(model(x), y).backward()
+        (x if which == "inputs" else y).add_(1)
+
+    with pytest.raises(ClosureError, match="changed inputs or targets in place"):
+        recorded(model, loss, closure)
+
+
+# ------------------------------------------------------------------------------------ what models return
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2).double()
+
+    def forward(self, x):
+        return x, {"z": [self.linear(x)]}
+
+
+def test_models_that_return_containers():
+    model, loss = Pair(), nn.MSELoss()
+    batch = recorded(model, loss, lambda: loss(model(X)[1]["z"][0], Y))
+    assert_loss(batch, model, loss(model.linear(X), Y))
+
+
+# ------------------------------------------------------------------------------------ leaving no trace
+
+
+def test_hooks_are_there_only_while_it_records(model):
+    objective = objective_of(Categorical())
+    with record(model, objective):
+        assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    with pytest.raises(ZeroDivisionError), record(model, objective):
+        1 / 0  # noqa: B018
+    assert not model._forward_hooks
+
+
+def test_a_model_that_fails_once_can_be_called_again(model):
+    loss = nn.MSELoss()
+
+    def closure():
+        with pytest.raises(RuntimeError):
+            model(normal(6, 7))
+        return loss(model(X), Y)
+
+    assert_loss(recorded(model, loss, closure), model, loss(model(X), Y))
+
+
+def test_another_thread_is_not_recorded_and_notices_nothing(model):
+    loss, found = nn.MSELoss(), []
+
+    def evaluate():
+        z = model(normal(4, 3, seed=8))
+        found.append(loss(z, Y[:4]))
+
+    def closure():
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        thread.join()
+        return loss(model(X), Y)
+
+    batch = recorded(model, loss, closure)
+    assert [part.examples for part in batch.passes] == [6]
+    assert_loss(batch, model, loss(model(X), Y))
+    assert torch.equal(found[0], loss(model(normal(4, 3, seed=8)), Y[:4]))
+
+
+def test_the_mini_batch_is_not_kept_alive(model):
+    loss = nn.MSELoss()
+    inputs = [normal(6, 3)]
+    gone = weakref.ref(inputs[0])
+    batch = recorded(model, loss, lambda: loss(model(inputs[0]), Y))
+    assert gone() is batch.passes[0].calls[0].args[0]
+    inputs.clear()
+    del batch
+    gc.collect()
+    assert gone() is None
+
+
+def test_no_graph_is_kept(model):
+    loss, kept = nn.MSELoss(), []
+
+    def closure():
+        z = model(X)
+        kept.append(weakref.ref(z))
+        return loss(2 * z, Y)
+
+    batch = recorded(model, loss, closure)
+    gc.collect()
+    assert kept[0]() is None
+    assert not batch.seen_loss.requires_grad
