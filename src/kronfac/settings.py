@@ -107,7 +107,7 @@ class Settings:
     def first_examples(self) -> bool:
         """Whether S₁ and S₂ are the first examples of the mini-batch."""
         fractions = self.statistics_fraction, self.fisher_fraction
-        return any(fraction is None or isinstance(fraction, First) for fraction in fractions)
+        return any(isinstance(fraction, First) for fraction in fractions)
 
     def statistics_share(self, examples: int) -> float:
         """τ₁ for a mini-batch of this size."""

@@ -31,21 +31,9 @@ def sine(order: str, seed: int) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(
-    "order",
-    [
-        "shuffled",
-        pytest.param(
-            "sorted",
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=AssertionError,
-                reason="S₁ and S₂ are the first rows: 0.02, with 40 steps rejected",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("order", ["shuffled", "sorted"])
 def test_the_order_of_the_examples_does_not_matter(order, seed):
     loss, rejected = sine(order, seed)
-    assert loss < 1e-9
+    # 2e-10 to 4e-9 over seeds and orders; 0.02 from the first examples of sorted ones.
+    assert loss < 1e-8
     assert rejected <= 6  # twice what shuffled examples need
