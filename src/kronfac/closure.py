@@ -9,7 +9,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from kronfac.errors import TargetError
 from kronfac.linalg import OuterProduct
 from kronfac.linearization.by_hand import augmented, gradients, trace_call
-from kronfac.network import Batch, LossCall, ModelCall, Network, Pass, Ref
+from kronfac.network import Batch, LossCall, ModelCall, Network, Pass, RandomState, Ref
 from kronfac.objective import Objective
 from kronfac.precision import mixed
 
@@ -86,9 +86,11 @@ class MiniBatchClosure:
         if self._chunk < examples or self._needs_graph(network):
             return None
         call = ModelCall(self._args, {}, outputs=(0,))
+        random = RandomState.current(network.device)
         trace = trace_call(network, call)
         if trace is None:
             return None
+        call = replace(call, trace=trace, random=random if trace.random else None)
         outputs = trace.outputs.detach().requires_grad_()
         terms = self.objective.read(outputs, targets)
         with torch.enable_grad():
@@ -106,7 +108,7 @@ class MiniBatchClosure:
         loss_call = LossCall(
             0, terms, loss.detach(), self.objective.module, (Ref(0), targets.detach()), {}
         )
-        passed = Pass((replace(call, trace=trace),), (loss_call,))
+        passed = Pass((call,), (loss_call,))
         return FoundByHand(loss.detach(), Batch((passed,)), tuple(factors[::-1]) or None)
 
     def examples(self) -> int:

@@ -150,7 +150,7 @@ def _curvature_examples(
     """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8]."""
     batch = evaluation.batch
     fractions = settings.statistics_share(m.examples), settings.fisher_share(m.examples)
-    if batch.random:
+    if batch.random and not batch.traced:
         # Statistics and J v have to see the same masks, which depend on the examples of a pass.
         fractions = fractions[1], fractions[1]
     generator = None

@@ -83,12 +83,41 @@ def check_against_torch(model: nn.Module) -> None:
         torch.testing.assert_close(moved, model(x).detach(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__))
+@pytest.mark.parametrize("kind", sorted(ELEMENTWISE - {nn.Dropout}, key=lambda kind: kind.__name__))
 def test_every_function_is_differentiated_as_torch_does(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     check_against_torch(
         nn.Sequential(nn.Linear(IN, 6), kind(), nn.Linear(6, 4), kind(), nn.Linear(4, OUT))
     )
+
+
+def test_dropout_has_the_masks_of_the_call() -> None:
+    """In the trace, in J v, at θ + δ and in a part of the trace; the global generator is left alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Dropout(0.2), nn.Linear(IN, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, OUT)
+    ).double()
+    network, x = network_of(model), inputs()
+    (part,) = batch(network, x).passes
+    state = RandomState.current(torch.device("cpu"))
+    masked = replace(part, steps=(replace(part.calls[0], random=state),))
+    expected = model(x)
+    later = torch.get_rng_state()
+    found = trace_of(network, masked)
+    assert found is not None
+    torch.testing.assert_close(found.outputs, expected.detach(), rtol=1e-12, atol=1e-12)
+    delta = tuple(torch.randn_like(V) for V in network.theta())
+    state.restore()
+    with network.displaced(delta):
+        moved = model(x).detach()
+    torch.set_rng_state(later)
+    torch.testing.assert_close(outputs_at(network, masked, delta), moved, rtol=1e-12, atol=1e-12)
+    assert torch.equal(torch.get_rng_state(), later)
+    (Jv,) = ByHand(masked, found).jvp([delta])
+    (traced,) = Traced(network, masked).jvp([delta])
+    torch.testing.assert_close(Jv, traced, rtol=1e-10, atol=1e-12)
+    part_of = found.select(slice(2, 5))
+    assert torch.equal(part_of.pushforward([delta])[0], found.pushforward([delta])[0][2:5])
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
@@ -169,7 +198,6 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
     "a function of whole rows": lambda: nn.Sequential(
         nn.Linear(IN, 6), nn.Softmax(dim=1), nn.Linear(6, OUT)
     ),
-    "dropout": lambda: nn.Sequential(nn.Linear(IN, 6), nn.Dropout(), nn.Linear(6, OUT)),
     "in place": lambda: nn.Sequential(nn.Linear(IN, 6), nn.ReLU(inplace=True), nn.Linear(6, OUT)),
     "a hook": hooked,
     "a hook of the whole": pre_hooked,
@@ -198,7 +226,7 @@ def test_other_calls_are_left_to_torch() -> None:
 
 
 def test_other_passes_are_left_to_torch() -> None:
-    """Operations in between, two calls, two losses, random numbers."""
+    """Operations in between, two calls, two losses."""
     model = nn.Sequential(nn.Linear(IN, 6), nn.Tanh(), nn.Linear(6, OUT)).double()
     network, x = network_of(model), inputs()
     (plain,) = batch(network, x).passes
@@ -209,7 +237,6 @@ def test_other_passes_are_left_to_torch() -> None:
         Pass((call, doubled), (LossCall(1, loss.terms),)),
         Pass((call, replace(call, outputs=(1,))), (loss,)),
         Pass((call,), (loss, loss)),
-        Pass((replace(call, random=RandomState.current(torch.device("cpu"))),), (loss,)),
     ]
     for part in others:
         assert trace_of(network, part) is None

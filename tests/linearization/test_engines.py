@@ -137,7 +137,7 @@ def views(network: Network, part: Pass) -> list[Linearization]:
 
 def test_which_problems_go_by_hand():
     by_hand = {name for name, p in PROBLEMS.items() if trace_of(*p.network()) is not None}
-    assert by_hand == {"perceptron", "no biases"}
+    assert by_hand == {"perceptron", "no biases", "dropout"}
 
 
 @each_problem

@@ -173,7 +173,9 @@ def test_what_is_left_to_torch() -> None:
     assert by_hand(optimizer, x, y, chunk=4) is None
     assert by_hand(optimizer, x, y, chunk=9) is not None
     masks = nn.Sequential(*mlp([4, 6]), nn.Dropout(), *mlp([6, 3]))
-    assert by_hand(KFAC(masks, Gaussian()), x, y) is None
+    found = by_hand(KFAC(masks, Gaussian()), x, y)
+    assert found is not None
+    assert found.batch.random  # further passes draw the same masks
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert by_hand(optimizer, x, y) is None
 

@@ -91,6 +91,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "step_command",
                 "a step of K-FAC over one of SGD, by part",
             ),
+            "small-step": Command(
+                "bench.small_step",
+                "SmallStepConfig",
+                "small_step_command",
+                "a step of a small network over one of AdamW, and with dropout over without",
+            ),
             "ordinary": Command(
                 "bench.ordinary",
                 "OrdinaryConfig",

@@ -23,7 +23,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from kronfac.curvature import Tap
 from kronfac.linearization.base import Linearization
 from kronfac.linearization.elementwise import ELEMENTWISE, Applied, Slope, apply, slopes
-from kronfac.network import Matrices, ModelCall, Network, Pass, Unit
+from kronfac.network import Matrices, ModelCall, Network, Pass, Unit, replay
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Trace:
     slopes: list[Slope | None]
     """φ′(s_i) behind every layer; None if there is nothing."""
     outputs: Tensor
+    random: bool = False
+    """Whether dropout has drawn masks, which are in the slopes."""
 
     def pushforward(self, directions: Sequence[Matrices]) -> Tensor:
         """J v for every direction, (k, examples, outputs)."""
@@ -145,13 +147,13 @@ def trace_call(network: Network, call: ModelCall) -> Trace | None:
         return None
     inputs: list[Tensor] = []
     behind: list[Applied] = []
-    with torch.no_grad():
-        a, segments = way
+    with torch.no_grad(), replay(call.random):
+        a, segments = way.start(), way.segments
         for unit, functions in zip(network.units, segments, strict=True):
             inputs.append(a)
             a, met = apply(functions, functional.linear(a, *unit.parameters))
             behind.append(met)
-    return Trace(network.units, inputs, slopes(behind), a)
+    return Trace(network.units, inputs, slopes(behind), a, way.random)
 
 
 @torch.no_grad()
@@ -161,12 +163,13 @@ def outputs_at(network: Network, part: Pass, delta: Matrices) -> Tensor | None:
     way = None if call is None else _way(network, call)
     if way is None:
         return None
-    a, segments = way
-    for unit, functions, V in zip(network.units, segments, delta, strict=True):
-        moved = [p + part for p, part in zip(unit.parameters, unit.split(V), strict=True)]
-        a = functional.linear(a, *moved)
-        for function in functions:
-            a = function(a)
+    with replay(None if call is None else call.random):
+        a = way.start()
+        for unit, functions, V in zip(network.units, way.segments, delta, strict=True):
+            moved = [p + part for p, part in zip(unit.parameters, unit.split(V), strict=True)]
+            a = functional.linear(a, *moved)
+            for function in functions:
+                a = function(a)
     return a
 
 
@@ -175,13 +178,40 @@ def _only_call(part: Pass) -> ModelCall | None:
     call = part.steps[0]
     if len(part.steps) != 1 or len(part.losses) != 1 or not isinstance(call, ModelCall):
         return None
-    if call.losses or call.random is not None or part.losses[0].input != call.outputs[0]:
+    if call.losses or part.losses[0].input != call.outputs[0]:
         return None
     return None if part.terms[0].channels and len(part.terms[0].shape) > 2 else call
 
 
-def _way(network: Network, call: ModelCall) -> tuple[Tensor, list[list[nn.Module]]] | None:
-    """The first layer's inputs, and the functions behind every layer; None if it is no perceptron."""
+@dataclass(frozen=True)
+class _Way:
+    """What a call of a perceptron goes through."""
+
+    x: Tensor
+    front: list[nn.Module]
+    """The functions in front of the first layer, which are no part of J."""
+    segments: list[list[nn.Module]]
+    """The functions behind every layer."""
+
+    def start(self) -> Tensor:
+        """The first layer's inputs."""
+        a = self.x
+        for function in self.front:
+            a = function(a)
+        return a
+
+    @property
+    def random(self) -> bool:
+        """Whether dropout draws masks on it."""
+        return any(
+            isinstance(function, _DropoutNd) and function.training and function.p > 0
+            for functions in (self.front, *self.segments)
+            for function in functions
+        )
+
+
+def _way(network: Network, call: ModelCall) -> _Way | None:
+    """The way through a perceptron; None if the model is none, or if this is no plain call."""
     modules = _modules(network.model)
     if modules is None or len(call.args) != 1 or call.kwargs:
         return None
@@ -194,10 +224,7 @@ def _way(network: Network, call: ModelCall) -> tuple[Tensor, list[list[nn.Module
     if not isinstance(x, Tensor) or x.dim() != 2 or x.dtype != network.dtype:
         return None
     front, *segments = _segments(modules)
-    a = x.detach()
-    for function in front:
-        a = function(a)  # in front of the first layer: no part of J
-    return a, segments
+    return _Way(x.detach(), front, segments)
 
 
 def _parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
@@ -232,9 +259,7 @@ def _modules(model: nn.Module) -> list[nn.Module] | None:
 
 
 def _elementwise(module: nn.Module) -> bool:
-    # Dropout that is switched off does nothing.
-    off = isinstance(module, _DropoutNd) and not (module.training and module.p > 0)
-    return type(module) in ELEMENTWISE or (type(module) is nn.Dropout and off)
+    return type(module) in ELEMENTWISE
 
 
 def _plain(module: nn.Module) -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 ELEMENTWISE: frozenset[type[nn.Module]] = frozenset(
     {
-        nn.CELU, nn.ELU, nn.GELU, nn.Hardtanh, nn.Identity, nn.LeakyReLU, nn.Mish, nn.ReLU, nn.ReLU6,
-        nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Softsign, nn.Tanh,
+        nn.CELU, nn.Dropout, nn.ELU, nn.GELU, nn.Hardtanh, nn.Identity, nn.LeakyReLU, nn.Mish, nn.ReLU,
+        nn.ReLU6, nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Softsign, nn.Tanh,
     }
 )  # fmt: skip
 """Exact types: a subclass may do something else."""

@@ -6,7 +6,7 @@ from kronfac.network.linear import LinearAdapter
 from kronfac.network.network import Network
 from kronfac.network.program import Batch, LossCall, ModelCall, Pass, Ref
 from kronfac.network.recorder import record
-from kronfac.network.side_effects import Buffers, restore
+from kronfac.network.side_effects import Buffers, RandomState, replay, restore
 from kronfac.network.subset import sizes, subsets
 from kronfac.network.unit import Unit
 from kronfac.network.uses import Uses, record_uses
@@ -23,6 +23,7 @@ __all__ = [
     "Network",
     "Other",
     "Pass",
+    "RandomState",
     "Ref",
     "Site",
     "Unit",
@@ -33,6 +34,7 @@ __all__ = [
     "record",
     "record_uses",
     "register",
+    "replay",
     "restore",
     "sizes",
     "subsets",

@@ -206,6 +206,11 @@ class Batch:
         return sum(part.examples for part in self.passes)
 
     @property
+    def traced(self) -> bool:
+        """Whether all passes have kept what they met, the masks that they drew among it."""
+        return all(call.trace is not None for part in self.passes for call in part.calls)
+
+    @property
     def random(self) -> bool:
         """Whether a pass draws random numbers."""
         return any(part.random for part in self.passes)
