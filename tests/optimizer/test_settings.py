@@ -15,6 +15,7 @@ from kronfac import (
     DampingState,
     ExactFisher,
     ExactTikhonov,
+    First,
     FixedDamping,
     FixedGamma,
     GammaSearch,
@@ -183,7 +184,7 @@ def test_sampled_targets_enter_as_their_mean(kind, samples):
     loss = remembering(kind)
     model = mlp([4, 5, 4, 3], seed=3)
     fisher = SampledFisher(samples=samples, seed=8)
-    optimizer = KFAC(model, loss, **OURS | {"fisher": fisher, "statistics_fraction": 0.5})
+    optimizer = KFAC(model, loss, **OURS | {"fisher": fisher, "statistics_fraction": First(0.5)})
     expected = Pseudocode(model, loss, tau1=0.5, **THEIRS)
     for step in range(7):
         x, y = data(step, loss)
