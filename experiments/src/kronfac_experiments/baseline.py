@@ -28,7 +28,7 @@ class NesterovMomentum(torch.optim.Optimizer):
 
         v ← μ_t v − ε g,   φ ← φ − ε g + μ_{t+1} v,   g = ∇h(φ)
 
-    `torch.optim.SGD(nesterov=True)` is not the same where μ changes: it uses one μ for both.
+    `torch.optim.SGD(nesterov=True)` is not the same if μ changes: it uses one μ for both.
 
     Deviation: Sutskever et al. lower μ to 0.9 for the last 1000 updates. Here the iterates are
     averaged instead, as in [MG15 §13], and no end has to be known.

@@ -143,7 +143,7 @@ class TrainConfig:
     batch: Annotated[
         int | Literal["adaptive", "paper"] | None, hint("INT|adaptive|paper", _BATCHES)
     ] = None
-    """Cases in a mini-batch; adaptive: from 500 on, growing where noise holds training up; paper: from
+    """Cases in a mini-batch; adaptive: from 500 on, growing if noise holds training up; paper: from
     1000 to all of them in 500 iterations."""
     limits: tyro.conf.OmitArgPrefixes[Limits] = field(default_factory=Limits)
     kfac: tyro.conf.OmitArgPrefixes[KfacOptions] = field(default_factory=KfacOptions)

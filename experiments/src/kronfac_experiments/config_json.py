@@ -23,7 +23,7 @@ GROUPS: dict[str, type] = {
 def to_json(config: TrainConfig) -> dict[str, Any]:
     """One flat object; options that the optimizer does not have are null, folders left out.
 
-    `problem` is the name of the data set also where that is a user's own.
+    `problem` is the name of the data set also if that is a user's own.
     """
     flat: dict[str, Any] = {}
     for f in fields(config):

@@ -36,7 +36,7 @@ class DivergedError(TrainingFailedError):
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What a step did, in the paper's names; None where an optimizer has no such thing."""
+    """What a step did, in the paper's names; None if an optimizer has no such thing."""
 
     loss: float
     """Mean over the mini-batch before the step, without the weight-decay term."""
@@ -117,14 +117,14 @@ def _fraction(options: KfacOptions, fraction: float | None) -> float | None:
 
 
 class KfacStepper:
-    """K-FAC, in chunks where the mini-batch is large."""
+    """K-FAC, in chunks if the mini-batch is large."""
 
     def __init__(self, optimizer: KFAC) -> None:
         self.optimizer = optimizer
         self._steps = KfacSteps(optimizer, CHUNK)
 
     def start(self) -> StepNumbers:
-        """λ₀ and γ₀, where they are known before the first mini-batch."""
+        """λ₀ and γ₀, if they are known before the first mini-batch."""
         settings = self.optimizer.settings
         weight_decay = float(self.optimizer.param_groups[0]["weight_decay"])
         lambda_ = settings.damping.init(Measurement(weight_decay=weight_decay)).lambda_
@@ -162,7 +162,7 @@ class ClosureStepper:
         optimizer: On the model's parameters.
         model: Its parameters get the gradients.
         loss: Averaged over the rows.
-        closure_decay: η of the term η/2 ‖θ‖², where the optimizer does not see to it by itself.
+        closure_decay: η of the term η/2 ‖θ‖², if the optimizer does not see to it by itself.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class KfacSteps:
 
     Args:
         optimizer: With its model and loss.
-        chunk: Examples at a time, where a mini-batch is larger.
+        chunk: Examples at a time, if a mini-batch is larger.
     """
 
     optimizer: KFAC

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from kronfac_experiments.config import Limits
 
 LINE_EVERY = 10.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines if there is no terminal."""
 RECENT = 20
 """Iterations whose mean time says how long the rest will take: mini-batches may grow."""
 

@@ -44,7 +44,7 @@ class Session:
     Args:
         config: Resolved.
         task: On the device and in the dtype of the configuration.
-        make: Makes the optimizer, where it is another than the configuration describes.
+        make: Makes the optimizer, if it is another than the configuration describes.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ def train(
 
     Args:
         config: What to run. With `resume`: `saved_config` and what is to change of it.
-        task: What `load_task(config)` gives, where it is loaded already.
+        task: What `load_task(config)` gives, if it is loaded already.
         console: To show progress on.
         quiet: Show nothing.
     """

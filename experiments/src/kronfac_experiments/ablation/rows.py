@@ -1,7 +1,7 @@
 """What [MG15] says of its parts without showing it, as rows: K-FAC with one thing changed.
 
 Every row is K-FAC with the block-diagonal inverse and the constants of `presets.paper()` but for λ₀,
-and the change that its name says. A row may have several variants, of which the best counts, where
+and the change that its name says. A row may have several variants, of which the best counts, if
 the thing that takes K-FAC's place has a constant to choose by hand.
 
 Heskes computed G exactly and afresh; his row here has K-FAC's statistics (a sampled target a case, moving
@@ -53,7 +53,7 @@ from kronfac_experiments.optimizers import (
 WHOLE = "K-FAC"
 """The row that most others are compared with."""
 SEVERAL = 4
-"""Sampled targets a case, where it is not one."""
+"""Sampled targets a case, if it is not one."""
 LONG = 5
 """Times as many iterations for first-order rows, whose iterations do less and cost less."""
 

@@ -31,7 +31,7 @@ class Line:
     row: str
     section: str
     variant: str
-    """The best one, with ! where it is the first or the last of several."""
+    """The best one, with ! if it is the first or the last of several."""
     iterations: int
     quarter: float
     """Error at a quarter of the iterations; NaN for averaged iterates."""
@@ -85,7 +85,7 @@ def _marked(variant: str, row: Row) -> str:
 
 
 def _ratio(ends: list[float], others: list[float]) -> float:
-    """Median, seed by seed; NaN where a seed has none."""
+    """Median, seed by seed; NaN if a seed has none."""
     pairs = list(zip(ends, others, strict=True))
     if any(b in (0, math.inf) for _, b in pairs):
         return math.nan

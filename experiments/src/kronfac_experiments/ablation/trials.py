@@ -25,7 +25,7 @@ MARKS = (0.25, 0.5, 1.0)
 
 @dataclass(frozen=True)
 class Trial:
-    """A run: errors at a quarter, half and all of its iterations; None where it diverged."""
+    """A run: errors at a quarter, half and all of its iterations; None if it diverged."""
 
     row: str
     variant: str
@@ -38,7 +38,7 @@ class Trial:
 
     @property
     def end(self) -> float:
-        """The error at the end, infinite where it diverged."""
+        """The error at the end, infinite if it diverged."""
         return or_infinite(self.errors[-1])
 
 

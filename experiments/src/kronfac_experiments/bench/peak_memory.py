@@ -84,7 +84,7 @@ def _correction(shapes: Sequence[Shape]) -> int:
 
 
 def available() -> float:
-    """Bytes that a process may still take; infinite where that can't be known."""
+    """Bytes that a process may still take; infinite if that can't be known."""
     limits = [float("inf")]
     try:
         for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():

@@ -2,7 +2,7 @@
 
 The paper finds that the progress of K-FAC an iteration grows faster than m, provided it has momentum, and
 the baseline's much more slowly. Lines of different m that lie together against cases are progress in
-proportion to m; where larger m is lower, it is super-linear. Both axes are logarithmic, so that equal
+proportion to m; if larger m is lower, it is super-linear. Both axes are logarithmic, so that equal
 ratios are equal distances early and late: this takes the place of the paper's two enlarged panels.
 
 The text does not state the sizes m, nor how long the runs are. The baseline has at every m the learning

@@ -15,7 +15,7 @@ from kronfac_experiments.pages.drawn import DPI
 
 @dataclass(frozen=True)
 class Number:
-    """A number that a figure shows, with the paper's where it states one."""
+    """A number that a figure shows, with the paper's if it states one."""
 
     quantity: str
     value: float | None

@@ -29,7 +29,7 @@ class Scripts:
 
 @dataclass(frozen=True)
 class Page:
-    """What a page consists of; HTML where nothing else is said.
+    """What a page consists of; HTML if nothing else is said.
 
     Args:
         title: Text.

@@ -34,7 +34,7 @@ STEP_NUMBERS = (
     "mu",
 )
 ERRORS = ("train_error", "test_error", "averaged_train_error", "averaged_test_error")
-"""A row has them where they were evaluated; null is one that was not finite."""
+"""A row has them if they were evaluated; null is one that was not finite."""
 
 
 class ReportError(KronfacError, ValueError):
@@ -78,7 +78,7 @@ class Run:
 
     @cached_property
     def columns(self) -> dict[str, Column]:
-        """Each number over the rows: NaN where it was not computed, ∞ where it was not finite."""
+        """Each number over the rows: NaN if it was not computed, ∞ if it was not finite."""
         columns = {
             name: np.array([_number(row.get(name)) for row in self.rows], dtype=np.float64)
             for name in STEP_NUMBERS

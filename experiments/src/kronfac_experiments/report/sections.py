@@ -1,4 +1,4 @@
-"""The sections of the page below the summary, each left out where the runs have nothing for it. HTML."""
+"""The sections of the page below the summary, each left out if the runs have nothing for it. HTML."""
 
 from collections.abc import Iterable
 from html import escape
@@ -18,7 +18,7 @@ ERROR_LABELS = {
 }
 DASHES = {"solid": "none", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3"}
 
-# Heading, scale where the values allow it, and what the number is.
+# Heading, scale if the values allow it, and what the number is.
 TRACES = {
     "lambda": ("λ", "log", "damping of the quadratic model, after the step"),
     "gamma": ("γ", "log", "damping of the approximate inverse"),

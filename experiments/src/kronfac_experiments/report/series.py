@@ -22,7 +22,7 @@ Series = dict[str, list[float] | None]
 def plot_data(runs: list[Run]) -> dict[str, Any]:
     """A JSON object: for every run its curves (`errors`, `traces`) and milliseconds by part (`parts`).
 
-    A curve is a list of values, and as many numbers for each x-axis, or null where the run lacks it.
+    A curve is a list of values, and as many numbers for each x-axis, or null if the run lacks it.
     """
     few, many = POINTS_OF_A_CURVE
     points = POINTS // (len(runs) * (len(ERRORS) + len(TRACES)))

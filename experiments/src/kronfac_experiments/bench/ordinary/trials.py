@@ -27,7 +27,7 @@ KFAC_NAME, ADAMW_NAME = "K-FAC", "AdamW"
 
 @dataclass(frozen=True)
 class Trial:
-    """A run: its loss and error at each mark that it reached; None where they were not finite."""
+    """A run: its loss and error at each mark that it reached; None if they were not finite."""
 
     problem: str
     optimizer: str
@@ -65,7 +65,7 @@ class Trial:
 
     @property
     def losses(self) -> list[float]:
-        """At all of MARKS: infinite where not finite, and from where the run failed."""
+        """Losses at all of MARKS: infinite if not finite, and from the mark at which the run failed."""
         losses = [math.inf if loss is None else loss for loss in self.train_loss]
         if self.failure and len(losses) == len(MARKS):
             losses[-1] = math.inf

@@ -52,7 +52,7 @@ class Peer:
         build: None for K-FAC, and for what runs in a process of its own.
         package: None for what comes with torch.
         closure_decay: Whether the term η/2 ‖θ‖² has to come from the closure.
-        remark: How it is set up, where that is not its own default.
+        remark: How it is set up, if that is not its own default.
     """
 
     name: str

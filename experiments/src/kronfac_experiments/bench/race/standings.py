@@ -102,7 +102,7 @@ def _spread(values: Sequence[float | None], form: str) -> str:
 
 
 def _faster(ours: Sequence[Trial], theirs: Sequence[Trial], target: float) -> str:
-    """Their seconds over ours, seed by seed, median; a bound where they did not get there.
+    """Their seconds over ours, seed by seed, median; a bound if they did not get there.
 
     Where K-FAC did not, there is nothing to say but whether they did.
     """
