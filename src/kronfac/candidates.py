@@ -56,7 +56,7 @@ def best_proposal(
             events.append(Event(EventKind.CANDIDATE_FAILED, f"γ = {gamma:.4g}: {failure}"))
             continue
         with watch("inverse"):
-            decayed = _decayed(settings, outcome, point)
+            decayed = _decay_part(settings, outcome, point)
         proposal = proposer.propose(gamma, outcome, decayed)
         if len(refresh.candidates) > 1 and settings.gamma.criterion == "objective":
             proposal = _with_change(proposer, proposal)
@@ -121,7 +121,7 @@ def _complete(
     return completed
 
 
-def _decayed(settings: Settings, inverse: DampedInverse, point: Point) -> Matrices | None:
+def _decay_part(settings: Settings, inverse: DampedInverse, point: Point) -> Matrices | None:
     """η F̆⁻¹θ, kept apart for the low-rank route, also if the gradient has come by another one [§8]."""
     evaluation = point.evaluation
     network, decay = evaluation.network, evaluation.weight_decay

@@ -154,7 +154,7 @@ class GradientCheck:
             )
             return evaluation
         if self._follows_returned:
-            evaluation = _scaled_to_returned(evaluation)
+            evaluation = _scale_to_returned(evaluation)
         if iteration > 1 and iteration % INTERVAL:
             return evaluation
         gradient = replace(evaluation, weight_decay=0.0).gradient()
@@ -194,7 +194,7 @@ class GradientCheck:
         if scale != 1 and abs(ratio / scale - 1) < MIXED_TOLERANCE:
             # A GradScaler: the loss is scaled on the way back, and the gradient unscaled.
             self._follows_returned = True
-            return _scaled_to_returned(evaluation)
+            return _scale_to_returned(evaluation)
         if scale != 1:
             self._warn(
                 "scale",
@@ -250,7 +250,7 @@ def _agree(evaluation: Evaluation, returned: float, seen: float) -> bool:
     return evaluation.agrees(returned, seen)
 
 
-def _scaled_to_returned(evaluation: Evaluation) -> Evaluation:
+def _scale_to_returned(evaluation: Evaluation) -> Evaluation:
     """The evaluation with its terms scaled so that their loss is the one that was returned."""
     seen = evaluation.batch.seen_loss
     assert seen is not None

@@ -81,7 +81,7 @@ class Computed:
     def __iter__(self) -> Iterator[Outcome]:
         done = self._done()
         if done is None:
-            return self._computed()  # as it is: a loop here would hold one while the next is made
+            return self._compute()  # as it is: a loop here would hold one while the next is made
         if self._device.type == "cuda":
             for tensor in tensors_in(done):  # or its memory could be given away while in use
                 tensor.record_stream(torch.cuda.current_stream(self._device))
@@ -97,14 +97,14 @@ class Computed:
         except Exception:  # out of memory, perhaps; a step can be tried again
             return None
 
-    def _computed(self) -> Iterator[Outcome]:
+    def _compute(self) -> Iterator[Outcome]:
         """One at a time, so that memory need not hold them all."""
-        prepared = _tried(lambda: self._inverse.prepare(self._curvature))
+        prepared = _attempt(lambda: self._inverse.prepare(self._curvature))
         for gamma in self._candidates:
             if isinstance(prepared, Failure):
                 yield prepared
             else:
-                yield _tried(partial(prepared.damped, gamma))
+                yield _attempt(partial(prepared.damped, gamma))
 
     def _work(self, stream: torch.cuda.Stream | None) -> Callable[[], list[Outcome]]:
         if stream is not None:
@@ -114,7 +114,7 @@ class Computed:
 
         def work() -> list[Outcome]:
             with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
-                outcomes = list(self._computed())
+                outcomes = list(self._compute())
                 if stream is not None:
                     stream.synchronize()  # of this thread alone: what is ready is ready for all
             return outcomes
@@ -138,7 +138,7 @@ class _Loaded:
         return iter(self.outcomes)
 
 
-def _tried(compute: Callable[[], T]) -> T | Failure:
+def _attempt(compute: Callable[[], T]) -> T | Failure:
     try:
         return compute()
     except _FAILURES as failure:

@@ -82,8 +82,8 @@ class Settings:
         largest = LONGEST_LAG if interval is None else interval - 1
         if not 0 <= self.inverse_lag <= largest:
             raise ValueError(
-                f"inverse_lag lies between 0 and {largest}, so that a refresh is in use before the next "
-                f"one starts; got {self.inverse_lag}."
+                f"inverse_lag must be between 0 and {largest}: a background refresh has to be adopted "
+                f"before the next one starts. Got {self.inverse_lag}."
             )
         self.gamma.check_interval(self.inverse_interval)
 

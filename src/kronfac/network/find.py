@@ -121,11 +121,11 @@ def _check(model: nn.Module, units: list[Unit], refused: list[tuple[str, str]]) 
         raise UnsupportedModelError(
             f"KFAC found no trainable parameter in {type(model).__name__}; it has nothing to train."
         )
-    odd = [
+    others = [
         u for u in units if any(p.dtype not in (torch.float32, torch.float64) for p in u.parameters)
     ]
-    if odd:
-        named = ", ".join(f"{u.name!r} ({u.dtype})" for u in odd)
+    if others:
+        named = ", ".join(f"{u.name!r} ({u.dtype})" for u in others)
         raise UnsupportedModelError(
             f"KFAC needs real parameters in float32 or float64; got {named}. Half precision is for the "
             "closure: call step inside torch.autocast."

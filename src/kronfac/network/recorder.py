@@ -242,7 +242,7 @@ class Recording(TorchFunctionMode):
                 "The closure changed inputs or targets in place after it had called the model with "
                 "them, but KFAC goes through the same examples again. Use a new tensor for every call."
             )
-        losses = [loss for loss in map(_weighed, self.losses) if loss is not None]
+        losses = [loss for loss in map(_with_factor, self.losses) if loss is not None]
         if not losses:
             return self._declared()
         producers = {i: n for n, step in enumerate(self.steps) for i in _outputs(step)}
@@ -321,7 +321,7 @@ def _outputs(step: ModelCall | Operation) -> tuple[int, ...]:
     return step.outputs + (step.losses if isinstance(step, ModelCall) else ())
 
 
-def _weighed(seen: _Seen) -> LossCall | None:
+def _with_factor(seen: _Seen) -> LossCall | None:
     """The call with what it counts in the objective; None if nothing arrived at it."""
     if seen.loss is None:
         return seen.call
