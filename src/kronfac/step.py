@@ -171,7 +171,12 @@ def _update_curvature(
     fisher, memory = settings.fisher, settings.step_size.long_memory
     remembered = 1.0 if memory is None else memory.statistics(m)
     curvature = estimate(
-        Sample(S1.passes, partial(linearize, network), m.examples / S1.examples),
+        Sample(
+            S1.passes,
+            partial(linearize, network),
+            factor=m.examples / S1.examples,
+            summed=not all(network.has_uses(n) for n in range(len(network.units))),
+        ),
         [unit.block for unit in network.units],
         fisher,
         generator,

@@ -11,7 +11,7 @@ from kronfac.curvature import Curvature, EmpiricalFisher, ExactFisher, Fisher, S
 from kronfac.curvature.estimate import Sample, estimate
 from kronfac.errors import ClosureError
 from kronfac.linearization import linearize
-from kronfac.network import Batch, Network
+from kronfac.network import Batch, Network, record
 from kronfac.objective import Categorical, Gaussian
 from kronfac.storage import tensors_in
 from tests.conftest import (
@@ -312,3 +312,61 @@ def test_no_hooks_and_no_gradients_are_left_behind():
     assert not any(module._forward_hooks for module in model.modules())
     assert all(p.grad is None for p in model.parameters())
     assert not any(M.requires_grad for M in tensors_in(factors))
+
+
+class Tokens(nn.Module):
+    """Two layers on tokens, with a normalisation whose parameters no adapter describes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 5, dtype=torch.float64)
+        self.norm = nn.LayerNorm(5, dtype=torch.float64)
+        self.last = nn.Linear(5, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.last(self.norm(torch.tanh(self.first(x))))
+
+
+def tokens_estimate(model, x, y, fisher, generator):
+    network = network_of(model, nn.CrossEntropyLoss())
+    with record(model, network.objective) as recording:
+        loss = nn.functional.cross_entropy(model(x).reshape(-1, 3), y.reshape(-1))
+        loss.backward()
+    sample = Sample(recording.batch().passes, partial(linearize, network), summed=True)
+    with torch.no_grad():
+        blocks = [unit.block for unit in network.units]
+        return estimate(sample, blocks, fisher, generator), network
+
+
+def test_padding_is_left_out_of_the_inputs_moments():
+    torch.manual_seed(0)
+    model, x = Tokens(), normal(5, 3, 4)
+    y = torch.randint(3, (5, 3), generator=seeded())
+    y[:, 2] = -100
+    y[0] = -100
+    curvature, _ = tokens_estimate(model, x, y, SampledFisher(), seeded())
+    a = x[y != -100]
+    homogeneous = torch.cat([a, torch.ones(len(a), 1, dtype=a.dtype)], dim=1)
+    assert_close(curvature.blocks[0].A, homogeneous.mT @ homogeneous / len(a), **ALGEBRA)
+
+
+@pytest.mark.parametrize("fisher", [ExactFisher(), SampledFisher()])
+def test_the_diagonal_of_unseen_uses_is_unbiased(fisher):
+    """Also without sampling: products of different examples cancel by random signs."""
+    torch.manual_seed(0)
+    model, x = Tokens(), normal(6, 2, 4)
+    y = torch.randint(3, (6, 2), generator=seeded())
+    generator = seeded(1)
+    estimates = []
+    for _ in range(600):
+        curvature, network = tokens_estimate(model, x, y, fisher, generator)
+        number = next(n for n, unit in enumerate(network.units) if unit.name == "norm.weight")
+        estimates.append(curvature.blocks[number].D[:, 0])
+    found = torch.stack(estimates)
+    z = model(x).reshape(-1, 3)
+    rows = [torch.autograd.grad(f, model.norm.weight, retain_graph=True)[0] for f in z.reshape(-1)]
+    J, p = torch.stack(rows).reshape(12, 3, 5), z.detach().softmax(dim=1)
+    F = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    truth = torch.einsum("tik,tij,tjk->k", J, F, J) / 12
+    error = found.std(dim=0) / len(found) ** 0.5
+    assert bool(((found.mean(dim=0) - truth).abs() <= 4 * error).all())

@@ -29,6 +29,8 @@ class Tap:
 
     inputs: Tensor  # ā (examples, places, columns)
     grads: Tensor  # g (examples, places, rows)
+    counts: Tensor | None = None
+    """Which places count, (examples, places), bool: padding does not; None for all."""
 
     def gradients(self) -> Tensor:
         """Σ_places g āᵀ of every example, (examples, rows, columns)."""

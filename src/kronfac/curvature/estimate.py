@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Block, Moments, SummedGradient, Taps
+from kronfac.curvature.base import Block, Moments, SummedGradient, Tap, Taps
 from kronfac.curvature.curvature import Curvature, Link
 from kronfac.curvature.fisher import Fisher, Outputs
 from kronfac.curvature.kronecker import KroneckerBlock, Product
@@ -53,6 +53,8 @@ class Sample:
     linearize: Callable[[Examples], Tapped]
     factor: float = 1.0
     """What the terms count: examples of the whole mini-batch over those of S₁."""
+    summed: bool = False
+    """Whether some units show their gradient summed over the examples, and no more."""
 
     @property
     def examples(self) -> int:
@@ -96,18 +98,54 @@ def estimate(
             Outputs(terms, z, draws, max(terms.count // max(part.examples, 1), 1))
             for terms, z, draws in zip(part.terms, view.outputs, noise, strict=True)
         ]
+        padded = any(_has_padding(terms) for terms in part.terms)
         for vectors in fisher.vectors(outputs):
+            if sample.summed and not fisher.independent:
+                vectors = _with_signs(vectors, part.examples, generator)  # noqa: PLW2901
             weighed = [
                 None if v is None else terms.weigh_by_root(v, scale)
                 for terms, v in zip(part.terms, vectors, strict=True)
             ]
             taps = view.taps(weighed)
+            if padded:
+                taps = [_without_padding(unit) for unit in taps]
             for average, unit in zip(averages, taps, strict=True):
                 average.add(unit, first, share, weight)
             chains.add(taps, first, share, weight)
             first = False
     moments = tuple(average.value() for average in averages)
     return Curvature(moments, chains.value(), _examples(total, old, decay))
+
+
+def _has_padding(terms: Terms) -> bool:
+    return terms.weight is not None and bool((terms.weight == 0).any())
+
+
+def _without_padding(taps: Taps) -> Taps:
+    """The taps without places that no term of the loss depends on, which would only dilute A."""
+    if isinstance(taps, SummedGradient):
+        return taps
+    return [Tap(tap.inputs, tap.grads, (tap.grads != 0).any(dim=-1)) for tap in taps]
+
+
+def _with_signs(
+    vectors: Sequence[Tensor | None], examples: int, generator: torch.Generator
+) -> list[Tensor | None]:
+    """The vectors with a random sign for every example.
+
+    Products of different examples, which the square of a summed gradient has in it, then vanish on average,
+    as they do by themselves if targets are drawn; products within an example stay as they are.
+    """
+    signed: list[Tensor | None] = []
+    for v in vectors:
+        if v is None:
+            signed.append(None)
+            continue
+        count = examples if len(v) % examples == 0 else len(v)
+        draws = torch.randint(2, (count,), generator=generator, device=v.device)
+        signs = (2 * draws - 1).to(v.dtype).repeat_interleave(len(v) // count)
+        signed.append(v * signs.unsqueeze(-1))
+    return signed
 
 
 def _old(block: Block, old: Curvature | None, number: int) -> Moments | None:

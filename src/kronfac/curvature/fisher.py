@@ -10,6 +10,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -58,6 +59,9 @@ class Fisher(ABC):
     def vectors(self, outputs: Sequence[Outputs]) -> Iterator[list[Vector]]:
         """Vectors v in output space, one for each loss call, whose outer products average to F_R."""
 
+    independent: ClassVar[bool] = False
+    """Whether the vectors of different examples are independent and have mean zero."""
+
     @property
     def draws(self) -> int:
         """The number that the sum over `vectors` is divided by."""
@@ -68,6 +72,7 @@ class Fisher(ABC):
 class SampledFisher(Fisher):
     """Targets sampled from the model, once per term or several times."""
 
+    independent: ClassVar[bool] = True
     samples: int = 1
 
     def __post_init__(self) -> None:

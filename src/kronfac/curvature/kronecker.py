@@ -109,13 +109,29 @@ class KroneckerBlock(Block):
     def rows(self, taps: Sequence[Tap]) -> tuple[list[Tensor], list[Tensor]]:
         """The vectors that A and G are second moments of, each (vectors, features), use by use."""
         if self.sharing == "expand":
-            return [t.inputs.flatten(0, 1) for t in taps], [t.grads.flatten(0, 1) for t in taps]
-        places = sum(t.inputs.shape[1] for t in taps)
-        a = sum(t.inputs.sum(dim=1) for t in taps) / places
+            pairs = [(t.inputs.flatten(0, 1), t.grads.flatten(0, 1), t.counts) for t in taps]
+            return (
+                [a if counts is None else a[counts.flatten()] for a, _, counts in pairs],
+                [g if counts is None else g[counts.flatten()] for _, g, counts in pairs],
+            )
+        places = sum(_places(t) for t in taps)
+        a = sum(_sum_places(t) for t in taps) / places
         g = sum(t.grads.sum(dim=1) for t in taps)
         assert isinstance(a, Tensor)
         assert isinstance(g, Tensor)
         return [a], [g]
+
+
+def _places(tap: Tap) -> Tensor | int:
+    """The number of places that count, of every example if they differ, (examples, 1)."""
+    if tap.counts is None:
+        return tap.inputs.shape[1]
+    return tap.counts.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def _sum_places(tap: Tap) -> Tensor:
+    inputs = tap.inputs if tap.counts is None else tap.inputs * tap.counts.unsqueeze(-1)
+    return inputs.sum(dim=1)
 
 
 class KroneckerAverage:
@@ -137,7 +153,7 @@ class KroneckerAverage:
         a, g = self._block.rows(taps)
         A, G = self.sides
         if first:
-            count = sum(map(len, a))
+            count = max(sum(map(len, a)), 1)
             for x in a:
                 A.add(x, x, share / count)
         for y in g:
