@@ -19,13 +19,13 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
 from kronfac.errors import ClosureError
+from kronfac.network.assembly import declare, group
 from kronfac.network.program import (
     Batch,
     Function,
     LossCall,
     ModelCall,
     Operation,
-    Pass,
     Ref,
     loss_input,
     tensors_of,
@@ -244,61 +244,10 @@ class Recording(TorchFunctionMode):
             )
         losses = [loss for loss in map(_with_factor, self.losses) if loss is not None]
         if not losses:
-            return self._declared()
-        producers = {i: n for n, step in enumerate(self.steps) for i in _outputs(step)}
-        passes: list[tuple[set[int], list[LossCall]]] = []
-        for loss in losses:
-            needed, together = self._needed(loss.input, producers), [loss]
-            for other in [p for p in passes if p[0] & needed]:  # they share a call of the model
-                passes.remove(other)
-                needed, together = needed | other[0], other[1] + together
-            passes.append((needed, together))
-        return Batch(
-            tuple(
-                Pass(tuple(self.steps[n] for n in sorted(needed)), tuple(together))
-                for needed, together in passes
-            ),
-            seen=all(loss.function is not None for loss in losses),
-            mixed=self.mixed,
-        )
-
-    def _needed(self, index: int, producers: dict[int, int]) -> set[int]:
-        """The steps that a tensor is computed by."""
-        needed: set[int] = set()
-        wanted = [index]
-        while wanted:
-            number = producers[wanted.pop()]
-            if number in needed:
-                continue
-            needed.add(number)
-            step = self.steps[number]
-            if isinstance(step, Operation):
-                leaves = pytree.tree_leaves((step.args, step.kwargs))
-                wanted += [leaf.index for leaf in leaves if isinstance(leaf, Ref)]
-        return needed
-
-    def _declared(self) -> Batch:
-        """Without a loss that was seen, the loss module's curvature at the model's own outputs."""
-        passes = []
-        for call in self.steps:
-            if isinstance(call, ModelCall):
-                shape = self._shapes[call.outputs[0]]
-                loss = LossCall(call.outputs[0], self.objective.declare(shape))
-                passes.append(Pass((call,), (loss,)))
-        # Each call is a micro-batch of the same objective.
-        total = sum(part.examples for part in passes)
-        if self.objective.mean:
-            passes = [
-                replace(
-                    part,
-                    losses=tuple(
-                        replace(loss, terms=loss.terms.scaled(part.examples / total))
-                        for loss in part.losses
-                    ),
-                )
-                for part in passes
-            ]
-        return Batch(tuple(passes), seen=False, mixed=self.mixed)
+            declared = declare(self.steps, self._shapes, self.objective)
+            return Batch(declared, seen=False, mixed=self.mixed)
+        seen = all(loss.function is not None for loss in losses)
+        return Batch(group(self.steps, losses), seen=seen, mixed=self.mixed)
 
 
 @contextmanager
@@ -315,10 +264,6 @@ def record(model: nn.Module, objective: Objective) -> Iterator[Recording]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _outputs(step: ModelCall | Operation) -> tuple[int, ...]:
-    return step.outputs + (step.losses if isinstance(step, ModelCall) else ())
 
 
 def _with_factor(seen: _Seen) -> LossCall | None:
