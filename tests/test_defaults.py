@@ -58,9 +58,9 @@ def test_every_argument_of_the_default_rules_is_listed():
     memory, search = settings.step_size.memory, settings.damping.search
     listed_names = {name for name, _ in listed()}
     for rule in (settings.damping, search, settings.gamma, memory, settings.acceptance):
-        for name, value in vars(rule).items():
-            if _is_number(value):
-                assert f"{type(rule).__name__}.{name}" in listed_names
+        numbers = [name for name, value in vars(rule).items() if _is_number(value)]
+        assert numbers, f"{type(rule).__name__} has none"
+        assert {f"{type(rule).__name__}.{name}" for name in numbers} <= listed_names
 
 
 @pytest.mark.parametrize(("name", "file"), listed())

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kronfac import ConjugateGradients, QuadraticModel
@@ -152,6 +152,10 @@ def test_an_average_over_next_to_nothing_is_no_overflow():
 
 
 @given(start=st.integers(0, 4_000), length=st.integers(1, 800))
+@example(start=4_000, length=100)  # not yet a fifth
+@example(start=100, length=800)  # long more than a fifth
+@example(start=3, length=2)
+@example(start=0, length=1)
 def test_the_average_is_over_a_fifth_of_the_iterations_once_there_are_as_many(start, length):
     """Of numbers that are their own iteration, so that it shows how long ago they were."""
     rule, start = LongMemory(), 5 * start
@@ -163,9 +167,11 @@ def test_the_average_is_over_a_fifth_of_the_iterations_once_there_are_as_many(st
     if k - start + 5 <= 0.2 * k:
         assert average == pytest.approx(sum(values) / length)
         assert not compares(k, start)
-    elif length > 2:
+    elif k > 0:
         # Of an exponential average over n: n ago, in the end; of a plain one half of that.
         assert 0.05 * k < k - average + 5 < 0.2 * k + 5
+    else:
+        assert average == 0
     assert rule.averages(at(k)[1])
     assert not rule.averages(at(k + 1)[1])
     assert not rule.averages(at(k, confirmed=0.5)[1])

@@ -106,7 +106,8 @@ def test_the_reduction_ratio_is_with_the_same_masks_before_and_after(network):
         # A step that replaces a rejected one starts where that one did.
         before = before if rejections(optimizer) else closure.theta
         predicted = report.predicted_change
-    assert len(ratios) >= 3
+    # Iterations 2 to 20, which all validate the step before, and 25.
+    assert len(ratios) == 20
     for ours, truth in ratios:
         assert abs(ours - truth) <= 1e-6 * max(abs(truth), 1.0), ratios
 

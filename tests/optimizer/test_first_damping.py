@@ -37,10 +37,12 @@ def objective(model: nn.Module, x, y) -> float:
 
 @pytest.mark.parametrize("start", [None, 1e-3, 1.0, 150.0, 1e4])
 @pytest.mark.parametrize("inverse", INVERSES)
-def test_the_first_lambda_is_about_the_smallest_whose_step_the_model_describes(inverse, start):
+@pytest.mark.parametrize("far", [False, True])
+def test_the_first_lambda_is_about_the_smallest_whose_step_the_model_describes(inverse, start, far):
+    """The floor, if steps to targets nearby are trusted with any damping; above it for targets far away."""
     model = mlp([4, 8, 3], seed=3)
     x = normal(60, 4)
-    y = (3 * x[:, :3]).sin()
+    y = 10 * x[:, :3].tanh() if far else (3 * x[:, :3]).sin()
     optimizer = KFAC(
         copy.deepcopy(model),
         LOSS,
@@ -68,9 +70,14 @@ def test_the_first_lambda_is_about_the_smallest_whose_step_the_model_describes(i
         change = objective(tried, x, y) - objective(model, x, y)
         return change / fixed.report.predicted_change
 
-    if lambda_ > 1.001 * SEARCH.least_curvature * optimizer._state.curvature.mean():
+    floor = SEARCH.least_curvature * optimizer._state.curvature.mean()
+    if far:
+        assert lambda_ > 100 * floor
         assert rho(3 * lambda_) > TRUSTED > rho(lambda_ / 10)
         assert rho(lambda_) == pytest.approx(TRUSTED, abs=0.15)
+    else:
+        assert lambda_ == pytest.approx(floor, rel=1e-12)
+        assert rho(lambda_) > TRUSTED
 
 
 @given(crossing=st.floats(-6.5, 6.5))

@@ -138,7 +138,8 @@ def test_what_half_precision_makes_of_the_loss_is_noise_and_no_fault_of_the_step
     assert full_loss(model, x, y) < 5e-4
     assert optimizer.report is not None
     assert optimizer.report.lambda_ < 1
-    assert rejected < 10
+    # Noise has 2.4 % of good steps rejected at the most (tests/control/test_acceptance.py).
+    assert rejected <= 0.024 * 200
 
 
 @pytest.mark.parametrize("around", [True, False])
@@ -159,7 +160,7 @@ def test_a_loss_that_is_not_seen_is_asked_for_where_the_parameters_are(around: b
 
     with outer:
         optimizer.step(closure)
-    assert len(losses) > 1
+    assert len(losses) == 2, "one more for ρ"
     assert losses[-1] < 0.9 * losses[0]
 
 
@@ -197,6 +198,7 @@ def test_float16_with_a_scaled_loss() -> None:
         assert optimizer.report is not None
         refused += optimizer.report.refused
     assert 0 < refused < 40
+    assert scaler.get_scale() == 2.0 ** (40 - refused), "one halving for every refusal"
     assert full_loss(model, x, y) < 0.01 * before
 
 

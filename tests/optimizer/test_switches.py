@@ -81,12 +81,13 @@ def test_gamma_by_the_sampling_error():
             return found
 
     noisy_run(gamma=Watched())
-    late = [found for k, confirmed, found in tried if k > 20 and confirmed < 0.5]
-    assert late
-    assert all(len(found) == 1 for found in late)
+    late = [len(found) for k, confirmed, found in tried if k > 20 and confirmed < 0.5]
+    assert late == [1] * 4
+    refreshes = [k for k, _, _ in tried]
     tried.clear()
     noisy_run(gamma=Watched(strength=None))
-    assert all(len(found) == 2 for k, _, found in tried if k > 1)
+    assert [k for k, _, _ in tried] == refreshes
+    assert [len(found) for _, _, found in tried] == [1] + [2] * (len(refreshes) - 1)
 
 
 def test_the_search_for_the_first_lambda():

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import kronfac
-from kronfac import KFAC, AdaptiveDamping, FixedDamping, LevenbergMarquardt, QuadraticModel, RawStep
+from kronfac import (
+    KFAC,
+    Acceptance,
+    AdaptiveDamping,
+    FixedDamping,
+    LevenbergMarquardt,
+    QuadraticModel,
+    RawStep,
+)
 from tests.conftest import mlp, normal
 from tests.optimizer.runs import INVERSES, closure_of, same
 
@@ -62,7 +70,7 @@ def test_rho_is_that_of_the_step_before_on_rows_that_it_has_not_seen(inverse, ow
         else:
             assert report.next_rho is None
     moved = [step for step in range(2, 11) if lambdas[step - 1] != lambdas[step - 2]]
-    assert set(moved) <= set(judged)
+    assert moved == judged == [2, 3, 4, 6, 9]
 
 
 def test_lambda_moves_by_what_the_next_mini_batch_says():
@@ -84,7 +92,7 @@ def test_lambda_moves_by_what_the_next_mini_batch_says():
             factor = 0.95 * math.exp(-2 * max(rho, 0) * (1 - share)) if share <= 0.999 else 1.0
         assert optimizer.report.lambda_ == pytest.approx(report.lambda_ * factor, rel=1e-6)
         seen += factor != 1
-    assert seen
+    assert seen == 19, "iterations 2 to 20 validate, and each moves λ"
 
 
 def reckless(optimizer: KFAC, alpha: float = 30.0) -> None:
@@ -156,17 +164,42 @@ def test_the_momentum_comes_back_too():
     )
 
 
-def test_a_rise_that_the_noise_of_sampling_explains_is_left():
-    """Mini-batches of three cases: the objective on the next one is often higher than before."""
-    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, damping=AdaptiveDamping(settling=60))
-    rises = backs = 0
-    for step in range(60):
-        optimizer.step(optimizer.closure(*data(step, cases=3)))
-        rho = optimizer.report.next_rho
-        rises += rho is not None and rho < 0
-        backs += any(event.kind == "rejected" for event in optimizer.report.events)
-    assert rises > 10
-    assert backs < rises / 2
+def good_steps(cases: int, steps: int, acceptance: Acceptance) -> tuple[int, int, int, int]:
+    """Counts of the steps that lower the loss on many other examples, and of those among them that raise
+    it on the next mini-batch or are rejected; last the count of all rejected steps."""
+    damping = AdaptiveDamping(settling=steps)
+    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, damping=damping, acceptance=acceptance)
+    others = data(1_000_000, cases=4_000)
+    good = rises = rejected = backs = 0
+    before = math.inf
+    for step in range(steps):
+        here = float(LOSS(optimizer.model(others[0]), others[1]).detach())
+        lower = step > 0 and here < before
+        optimizer.step(optimizer.closure(*data(step, cases=cases)))
+        if lower:
+            good += 1
+            rises += optimizer.report.next_rho < 0
+            rejected += optimizer.report.rejected
+        backs += optimizer.report.rejected
+        # A step that replaces a rejected one starts where that one did.
+        before = before if optimizer.report.rejected else here
+    return good, rises, rejected, backs
+
+
+@pytest.mark.parametrize("cases", [3, 10, 40])
+def test_a_rise_that_the_noise_of_sampling_explains_is_left(cases):
+    """Of good steps 2.4 % are rejected at the most, as derived in tests/control/test_acceptance.py.
+
+    Measured: none of 1,570 with three sizes of mini-batch and three seeds, as steps change the loss by less
+    than mini-batches differ. A rule that knows of no noise rejects a quarter.
+    """
+    good, rises, rejected, backs = good_steps(cases, 200, Acceptance())
+    assert good > 100
+    assert rises > good / 4
+    assert rejected <= 0.024 * good
+    assert backs < rises / 4, "steps that were not good among them"
+    good, _, rejected, _ = good_steps(cases, 200, Acceptance(rejection=1e-9))
+    assert rejected > good / 5
 
 
 class Overflowing(nn.Module):
