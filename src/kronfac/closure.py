@@ -29,7 +29,8 @@ class MiniBatchClosure:
     """Loss and gradient of one mini-batch, by micro-batches of `chunk` examples.
 
     The gradients are those of one pass over all examples, up to rounding: with a mean loss every chunk
-    is weighed by its share of the examples.
+    is weighed by its share of the examples, or of what the mean divides by if targets are ignored or
+    classes are weighted.
     """
 
     def __init__(
@@ -70,11 +71,15 @@ class MiniBatchClosure:
             p.grad = None
         examples = len(self._targets)
         total = torch.zeros((), device=self._targets.device)
+        weighed = self.objective.mean and self._chunk < examples
+        whole = self.objective.denominator(self._targets) if weighed else 1.0
         for start in range(0, examples, self._chunk):
             part = slice(start, start + self._chunk)
             targets = self._targets[part]
+            share = self.objective.denominator(targets) / whole if weighed and whole else 1.0
+            if share == 0:
+                continue  # all of its targets are ignored
             loss = self.objective.module(self._model(*(arg[part] for arg in self._args)), targets)
-            share = len(targets) / examples if self.objective.mean else 1.0
             (loss * share).backward()
             total = total + loss.detach() * share
         return total

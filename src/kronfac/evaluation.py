@@ -16,7 +16,7 @@ from kronfac.curvature import ApproximateInverse, Curvature
 from kronfac.errors import ClosureError, UnsupportedModelError
 from kronfac.linalg import OuterProduct
 from kronfac.linearization.by_hand import outputs_at
-from kronfac.network import Batch, Matrices, Network, dot, record
+from kronfac.network import Batch, Matrices, Network, RandomState, dot, record, replay
 from kronfac.network.chain import chain_network
 from kronfac.precision import Context
 
@@ -50,6 +50,8 @@ class Evaluation:
     reevaluate: Callable[[], Any]
     """Calls the closure again, for losses that K-FAC cannot see."""
     stale: StaleGradients
+    random: RandomState | None = None
+    """The generators' state before the closure was called."""
     factors: Sequence[OuterProduct] | None = None
     """The gradient without weight decay as outer products, if they are wanted."""
 
@@ -103,7 +105,8 @@ class Evaluation:
         try:
             for p in parameters:
                 p.grad = None
-            with self.network.displaced(delta), torch.enable_grad():
+            # With the random numbers of the first call, or the two losses could not be compared.
+            with replay(self.random), self.network.displaced(delta), torch.enable_grad():
                 returned = self.reevaluate()
             return as_loss(returned, self.network.device).double()
         finally:
@@ -189,7 +192,7 @@ def evaluate(
         with callers():
             return closure()
 
-    found = None
+    found, random = None, RandomState.current(network.device)
     if own:
         shapes = [unit.shape for unit in network.units]
         wanted = inverse.wants_factors(shapes, own.examples(), weight_decay)
@@ -213,9 +216,12 @@ def evaluate(
             network = chain_network(network, batch.passes[0])
     loss = as_loss(returned, network.device)
     evaluation = Evaluation(
-        network, returned, loss, loss, weight_decay, batch, call, stale, factors
+        network, returned, loss, loss, weight_decay, batch, call, stale, random, factors
     )
-    return in_full_precision(evaluation) if batch.mixed else evaluation
+    if not batch.mixed:
+        return evaluation
+    with network.buffers.preserved():
+        return in_full_precision(evaluation)
 
 
 def refuse_changes(network: Network) -> None:

@@ -66,9 +66,25 @@ def compare(evaluation: Evaluation, gradient: Matrices) -> Verdict | None:
     known = [s if r is None else r for s, r in zip(seen, rebuilt, strict=True)]
     noises = [rounding * part for part in summed]
     unseen = _differing(network, seen, known, tolerance, noises)
-    if abs(scale - 1) <= allowed[0] + noise / square**0.5:
+    if mixed:
+        scale = _scale_in_half_precision(evaluation, scale)
+    elif abs(scale - 1) <= allowed[0] + noise / square**0.5:
         scale = 1.0
     return Verdict(scale, unseen=unseen)
+
+
+def _scale_in_half_precision(evaluation: Evaluation, scale: float) -> float:
+    """The ratio of the losses, if the gradient is nearer to that than to 1; else 1.
+
+    Half precision leaves too few digits of a gradient near a minimum to tell its scale from nothing.
+    """
+    seen = evaluation.batch.seen_loss
+    assert seen is not None
+    ratio = float(evaluation.returned_loss) / float(seen) if float(seen) else 1.0
+    if not 0 < ratio < math.inf or abs(ratio - 1) <= MIXED_TOLERANCE:
+        return 1.0
+    nearer = scale <= 0 or abs(math.log(scale / ratio)) < abs(math.log(scale))
+    return ratio if nearer else 1.0
 
 
 def _differing(
@@ -137,6 +153,8 @@ class GradientCheck:
     def __init__(self) -> None:
         self._given: set[str] = set()
         self._follows_returned = False
+        self._scale = 1.0
+        self._compared = False
 
     def __call__(self, evaluation: Evaluation, iteration: int) -> Evaluation:
         """The evaluation as the step may take it: with fallback blocks, and the loss that is minimised."""
@@ -155,10 +173,13 @@ class GradientCheck:
             return evaluation
         if self._follows_returned:
             evaluation = _scale_to_returned(evaluation)
-        if iteration > 1 and iteration % INTERVAL:
-            return evaluation
+        # Also on the first mini-batch after a state was loaded.
+        if self._compared and iteration % INTERVAL:
+            return replace(evaluation, batch=evaluation.batch.scaled(self._scale))
+        self._scale = 1.0
         gradient = replace(evaluation, weight_decay=0.0).gradient()
         verdict = compare(evaluation, gradient)
+        self._compared = self._compared or verdict is not None
         return evaluation if verdict is None else self._mend(evaluation, verdict)
 
     def _mend(self, evaluation: Evaluation, verdict: Verdict) -> Evaluation:
@@ -201,6 +222,7 @@ class GradientCheck:
                 f"The closure's gradient is {scale:.4g} times that of the losses it called; KFAC takes the "
                 "gradient for right. Scale the loss before backward(), not the gradient after it.",
             )
+            self._scale = scale
             evaluation = replace(evaluation, batch=evaluation.batch.scaled(scale))
             seen = evaluation.batch.seen_loss
             assert seen is not None

@@ -98,7 +98,8 @@ def estimate(
             Outputs(terms, z, draws, max(terms.count // max(part.examples, 1), 1))
             for terms, z, draws in zip(part.terms, view.outputs, noise, strict=True)
         ]
-        padded = any(_has_padding(terms) for terms in part.terms)
+        # From one vector for all terms; and neighbours in a chain need the same rows.
+        padded = fisher.independent and not any(links) and any(map(_has_padding, part.terms))
         for vectors in fisher.vectors(outputs):
             if sample.summed and not fisher.independent:
                 vectors = _with_signs(vectors, part.examples, generator)  # noqa: PLW2901

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kronfac.curvature.base import Block, Moments, Operator, SummedGradient, Tap, Taps
 from kronfac.curvature.damping import ExactTikhonov, Tikhonov
+from kronfac.errors import UnsupportedModelError
 from kronfac.linalg import EigenKroneckerSum, KroneckerProduct, eigh, shifted_inverse
 from kronfac.linalg.kronecker import kron
 from kronfac.storage import Shapes
@@ -142,6 +143,7 @@ class KroneckerAverage:
 
     def __init__(self, block: KroneckerBlock, old: KroneckerMoments | None, decay: float) -> None:
         self._block = block
+        self._share = 0.0
         self.sides = (
             Product(None if old is None else old.A, decay, block.diagonal_inputs),
             Product(None if old is None else old.G, decay, block.diagonal_grads),
@@ -152,17 +154,21 @@ class KroneckerAverage:
         assert not isinstance(taps, SummedGradient), "a Kronecker block needs the uses of its unit"
         a, g = self._block.rows(taps)
         A, G = self.sides
-        if first:
-            count = max(sum(map(len, a)), 1)
+        count = sum(map(len, a))
+        if first and count:
+            self._share += share
             for x in a:
                 A.add(x, x, share / count)
         for y in g:
             G.add(y, y, weight)
 
     def value(self) -> KroneckerMoments:
-        """The average with everything that was added."""
+        """The average with everything that was added.
+
+        A is a mean over the passes in which the unit was used, of which there may be fewer than all.
+        """
         A, G = self.sides
-        return KroneckerMoments(A.value(), G.value())
+        return KroneckerMoments(A.value(self._share), G.value())
 
 
 class Product:
@@ -194,7 +200,17 @@ class Product:
         else:
             self._sum = torch.add(new, self._old, alpha=self._decay)
 
-    def value(self) -> Tensor:
-        """The average with everything that was added."""
-        assert self._sum is not None
-        return self._sum
+    def value(self, share: float = 1.0) -> Tensor:
+        """The average with everything that was added, which had this share of the weight."""
+        if self._sum is None:
+            if self._old is None:
+                raise UnsupportedModelError(
+                    "A unit was not used by any of the examples that the statistics are taken on. Choose "
+                    "a larger statistics_fraction, or freeze what the loss does not depend on."
+                )
+            return self._old
+        if abs(share - 1) < 1e-9:
+            return self._sum
+        if self._old is None or self._decay == 0:
+            return self._sum / share
+        return (self._sum - self._decay * self._old) / share + self._decay * self._old

@@ -218,7 +218,8 @@ def _way(network: Network, call: ModelCall) -> _Way | None:
     units, x = network.units, call.args[0]
     linear = [module for module in modules if not _elementwise(module)]
     if len(linear) != len(units) or any(
-        unit.parameters != _parameters(module) for unit, module in zip(units, linear, strict=True)
+        [*map(id, unit.parameters)] != [*map(id, _parameters(module))]
+        for unit, module in zip(units, linear, strict=True)
     ):
         return None  # a layer that is frozen, used twice or not at all, in another order
     if not isinstance(x, Tensor) or x.dim() != 2 or x.dtype != network.dtype:

@@ -1,5 +1,6 @@
 """Any network: uses and Jᵀ r from torch's graph, J v by one of two engines."""
 
+import warnings
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -9,7 +10,16 @@ from torch import Tensor
 from kronfac.curvature import SummedGradient, Tap, Taps
 from kronfac.linearization import finite_difference, forward_mode
 from kronfac.linearization.base import Linearization
-from kronfac.network import Matrices, Network, Pass, Uses, record_uses
+from kronfac.network import Matrices, Network, Pass, Uses, dot, record_uses
+
+TOLERANCE = 0.01
+"""How far rᵀJv and (Jᵀr)ᵀv may be apart: finite differences are off by some 1e-3 in float32."""
+WRONG_TANGENTS = (
+    "The curvature along a step does not agree with the gradient: the closure or the model computes "
+    "something from parameters that KFAC does not see again, or that has another derivative than its value "
+    "says (a parameter used outside of the model, a custom autograd function, detached values). Steps may "
+    "be too long or too short. Put what uses parameters into the model's forward."
+)
 
 
 class Traced(Linearization):
@@ -56,8 +66,28 @@ class Traced(Linearization):
         return taps
 
     def jvp(self, directions: Sequence[Matrices]) -> list[Tensor]:
+        learned = self._network.learned
+        found = self._jvp(directions)
+        if not learned.compared:
+            learned.compared = True
+            if not self._consistent(directions[0], found):
+                learned.forward_mode = False
+                found = self._jvp(directions)
+                if not self._consistent(directions[0], found):
+                    warnings.warn(WRONG_TANGENTS, UserWarning, stacklevel=2)
+        return found
+
+    def _jvp(self, directions: Sequence[Matrices]) -> list[Tensor]:
         tangents = jvp(self._network, self.part, directions)
         return [terms.matrix(Jv) for terms, Jv in zip(self.part.terms, tangents, strict=True)]
+
+    def _consistent(self, direction: Matrices, tangents: Sequence[Tensor]) -> bool:
+        """Whether rᵀ(J v) = (Jᵀ r)ᵀ v for r = J v, up to what finite differences are off by."""
+        vectors = [Jv[0] for Jv in tangents]
+        forward = sum(float(r.double().square().sum()) for r in vectors)
+        # A graph of its own: finite differences have written to the parameters that this one was made of.
+        backward = float(dot(Traced(self._network, self.part).vjp(vectors), direction))
+        return abs(forward - backward) <= TOLERANCE * max(abs(forward), abs(backward))
 
     def vjp(self, vectors: Sequence[Tensor | None]) -> Matrices:
         parameters = self._network.parameters

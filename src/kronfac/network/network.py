@@ -21,7 +21,9 @@ class Learned:
 
     slicing: dict[object, str] = field(default_factory=dict)
     forward_mode: bool = True
-    """False once a pass has had no forward-mode derivative."""
+    """False once a pass has had no forward-mode derivative, or a wrong one."""
+    compared: bool = False
+    """Whether J v has been compared with Jᵀ r."""
 
 
 @dataclass(frozen=True, eq=False)

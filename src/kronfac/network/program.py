@@ -222,6 +222,8 @@ class Batch:
 
     def scaled(self, factor: float) -> "Batch":
         """The same mini-batch with its loss times a factor."""
+        if factor == 1:
+            return self
         return replace(
             self,
             passes=tuple(

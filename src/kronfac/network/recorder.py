@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
-from kronfac.errors import ClosureError
+from kronfac.errors import ClosureError, UnsupportedLossError
 from kronfac.network.assembly import declare, group
 from kronfac.network.program import (
     Batch,
@@ -64,7 +64,7 @@ class Recording(TorchFunctionMode):
         self._random: RandomState | None = None
         self._inside: list[int] = []  # what the running call has called losses with
         self._next = 0
-        self._known: dict[int, tuple[int, Tensor]] = {}  # by the tensor's id: its index, and itself
+        self._known: dict[int, tuple[int, Tensor, int]] = {}  # by its id: index, tensor, version
         self._shapes: dict[int, torch.Size] = {}
         self._versions: list[tuple[Tensor, int]] = []
 
@@ -127,10 +127,13 @@ class Recording(TorchFunctionMode):
             return func(*args, **kwargs)
         # Before it is called: it may write to its arguments.
         given = self._references((args, kwargs))
+        constants = _versions(given)
         result = func(*args, **kwargs)
+        if constants != _versions(given):
+            return result  # it wrote to a tensor of the closure's own: once is enough
         if given is not None and self._undoes_autocast(func, args, result):
             # Without autocast there is nothing to undo.
-            self._known[id(result)] = (self._known[id(args[0])][0], result)
+            self._known[id(result)] = (self._known[id(args[0])][0], result, result._version)
         elif given is not None and (tensors := tensors_of(result)):
             indices = tuple(self._remember(tensor) for tensor in tensors)
             self.steps.append(Operation(func, given[0], given[1], indices))
@@ -154,10 +157,12 @@ class Recording(TorchFunctionMode):
         if self._depth:
             index = self._remember(outputs, known=False)
             self._inside.append(index)
-        elif id(outputs) in self._known:
-            index = self._known[id(outputs)][0]
+        elif (known := self._index(outputs)) is not None:
+            index = known
         else:
-            return result  # about something that the model has not computed
+            return (
+                result  # about something that the model has not computed, or that can't be replayed
+            )
         terms = READERS[func](*args, **kwargs)
         self._watch(terms.targets)
         declared = func is observe
@@ -168,7 +173,8 @@ class Recording(TorchFunctionMode):
 
         given_args, given_kwargs = pytree.tree_map(put, (args, kwargs))
         call = LossCall(index, terms, None, None if declared else func, given_args, given_kwargs)
-        seen = _Seen(call, None if loss is None else loss.detach())
+        # A copy: the closure may go on with the loss in place.
+        seen = _Seen(call, None if loss is None else loss.detach().clone())
         self.losses.append(seen)
         if loss is not None and loss.requires_grad:
 
@@ -185,8 +191,14 @@ class Recording(TorchFunctionMode):
         self._next += 1
         self._shapes[index] = tensor.shape
         if known:
-            self._known[id(tensor)] = (index, tensor)  # itself, so that its id is not used again
+            # Itself, so that its id is not used again.
+            self._known[id(tensor)] = (index, tensor, tensor._version)
         return index
+
+    def _index(self, leaf: Any) -> int | None:
+        """The index of a recorded tensor, unless it was written to since by what could not be recorded."""
+        entry = self._known.get(id(leaf)) if isinstance(leaf, Tensor) else None
+        return None if entry is None or entry[2] != leaf._version else entry[0]
 
     def _references(self, given: Any) -> Any:
         """The arguments with references to what was recorded; None if there is none among them."""
@@ -194,11 +206,11 @@ class Recording(TorchFunctionMode):
 
         def put(leaf: Any) -> Any:
             nonlocal found
-            entry = self._known.get(id(leaf)) if isinstance(leaf, Tensor) else None
-            if entry is None:
+            index = self._index(leaf)
+            if index is None:
                 return leaf
             found = True
-            return Ref(entry[0])
+            return Ref(index)
 
         replaced = pytree.tree_map(put, given)
         return replaced if found else None
@@ -266,6 +278,11 @@ def record(model: nn.Module, objective: Objective) -> Iterator[Recording]:
             handle.remove()
 
 
+def _versions(given: Any) -> list[int]:
+    """The versions of the tensors among the arguments that were not recorded."""
+    return [leaf._version for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+
+
 def _with_factor(seen: _Seen) -> LossCall | None:
     """The call with what it counts in the objective; None if nothing arrived at it."""
     if seen.loss is None:
@@ -275,6 +292,12 @@ def _with_factor(seen: _Seen) -> LossCall | None:
     factor: float | Tensor = seen.arrived
     if not seen.arrived.is_cuda:
         factor = float(seen.arrived)
+        if factor < 0:
+            raise UnsupportedLossError(
+                "KFAC needs losses that are minimised; one of those that the closure called enters its "
+                f"objective with the factor {factor:g}, which has no positive curvature. Leave it out, or "
+                "declare the terms that are minimised with kronfac.observe."
+            )
     terms = seen.call.terms.scaled(factor)
     return replace(seen.call, terms=terms, value=seen.loss * seen.arrived, factor=factor)
 

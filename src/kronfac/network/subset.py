@@ -6,12 +6,14 @@ this, in any way, are used whole.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from kronfac.network.network import Network
@@ -109,8 +111,24 @@ def _signature(part: Pass) -> object:
 
 @torch.no_grad()
 def _try(network: Network, part: Pass) -> str:
-    if part.random:
-        return "every"  # other masks for other sizes: there is nothing to compare
+    with _without_dropout(network.model):
+        return _compare(network, part)
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Dropout modules switched off: masks of other sizes are other masks, and nothing could be compared."""
+    off = [m for m in model.modules() if isinstance(m, _DropoutNd) and m.training]
+    try:
+        for module in off:
+            module.training = False
+        yield
+    finally:
+        for module in off:
+            module.training = True
+
+
+def _compare(network: Network, part: Pass) -> str:
     whole = part.run(network.model)
     index = torch.tensor(sorted({0, part.examples // 2, part.examples - 1}))
     for mode in ("every", "first"):

@@ -29,6 +29,8 @@ class Uses:
     def record(self, site: Site, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         """Remember one call of a module."""
         for use in site.adapter.uses(site.module, args, kwargs, output):
+            if not use.outputs.requires_grad:
+                continue  # no gradient goes through it
             number = len(self.edges)
             self.edges.append(get_gradient_edge(use.outputs))
             self._arranged.append((use.outputs.shape, use.arranged))

@@ -42,6 +42,16 @@ class Objective:
         first = (self.module,) if self.function is likelihood_loss else ()
         return READERS[self.function](*first, outputs, targets, **self.options)
 
+    def denominator(self, targets: Tensor) -> float:
+        """What a mean over these targets divides by, relative to others; 0 if all of them are ignored."""
+        if self.function is not functional.cross_entropy or targets.is_floating_point():
+            return float(len(targets))
+        kept = targets != self.options["ignore_index"]
+        weight = self.options["weight"]
+        if weight is None:
+            return float(kept.sum())
+        return float(weight[targets.where(kept, torch.zeros_like(targets))][kept].sum())
+
     def declare(self, shape: torch.Size) -> Terms:
         """The terms of a call with outputs of this shape, if nothing is known of its targets."""
         channels = isinstance(self.likelihood, Categorical) and len(shape) > 1
