@@ -174,7 +174,7 @@ class GradientCheck:
         if self._follows_returned:
             evaluation = _scale_to_returned(evaluation)
         # Also on the first mini-batch after a state was loaded.
-        if self._compared and iteration % INTERVAL:
+        if self._compared and iteration > 1 and iteration % INTERVAL:
             return replace(evaluation, batch=evaluation.batch.scaled(self._scale))
         self._scale = 1.0
         gradient = replace(evaluation, weight_decay=0.0).gradient()

@@ -269,6 +269,7 @@ class KFAC(torch.optim.Optimizer):
             return self._refusal(evaluation, watch, outcome)
         with watch("commit"):
             self.network = evaluation.network
+            self.network.learned.compared = True
             self.network.move(outcome.delta)
             self._become(outcome.state)
             # Not before: nobody would want that of a step that is not taken.

@@ -137,6 +137,7 @@ def test_with_dropout_both_are_compared_with_the_same_masks():
     assert compared == 120 // 20, "every comparison changes the memory"
 
 
+@pytest.mark.filterwarnings("ignore:The gradient of:UserWarning")  # it has more in it
 def test_a_loss_of_the_closures_own_is_asked_for_again():
     """A penalty that K-FAC cannot see, and that makes the average better or worse."""
     model = mlp([3, 8, 2], seed=1)

@@ -1,5 +1,6 @@
 """Any network: uses and Jᵀ r from torch's graph, J v by one of two engines."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
@@ -68,13 +69,12 @@ class Traced(Linearization):
     def jvp(self, directions: Sequence[Matrices]) -> list[Tensor]:
         learned = self._network.learned
         found = self._jvp(directions)
-        if not learned.compared:
-            learned.compared = True
+        # Until the optimizer has taken a step.
+        if not learned.compared and not self._consistent(directions[0], found):
+            learned.forward_mode = False
+            found = self._jvp(directions)
             if not self._consistent(directions[0], found):
-                learned.forward_mode = False
-                found = self._jvp(directions)
-                if not self._consistent(directions[0], found):
-                    warnings.warn(WRONG_TANGENTS, UserWarning, stacklevel=2)
+                warnings.warn(WRONG_TANGENTS, UserWarning, stacklevel=2)
         return found
 
     def _jvp(self, directions: Sequence[Matrices]) -> list[Tensor]:
@@ -87,6 +87,8 @@ class Traced(Linearization):
         forward = sum(float(r.double().square().sum()) for r in vectors)
         # A graph of its own: finite differences have written to the parameters that this one was made of.
         backward = float(dot(Traced(self._network, self.part).vjp(vectors), direction))
+        if not (math.isfinite(forward) and math.isfinite(backward)):
+            return True  # such a step is refused
         return abs(forward - backward) <= TOLERANCE * max(abs(forward), abs(backward))
 
     def vjp(self, vectors: Sequence[Tensor | None]) -> Matrices:
