@@ -157,7 +157,7 @@ def test_an_average_over_next_to_nothing_is_no_overflow():
 @example(start=3, length=2)
 @example(start=0, length=1)
 def test_the_average_is_over_a_fifth_of_the_iterations_once_there_are_as_many(start, length):
-    """Of numbers that are their own iteration, so that it shows how long ago they were."""
+    """The average of numbers that are their own iteration, so that it shows how long ago they were."""
     rule, start = LongMemory(), 5 * start
     values = [5.0 * j for j in range(start // 5, start // 5 + length)]
     average = values[0]
@@ -232,7 +232,7 @@ def excess(
     scale: float = 0.3,
     compare: bool = False,
 ) -> float:
-    """Of Σ ½ h x², after steps of either kind whose gradients have noise."""
+    """The value of Σ ½ h x² after steps of either kind whose gradients have noise."""
     generator = torch.Generator().manual_seed(0)
     x = torch.ones_like(curvature)
     remembered = MemoryState(average=(x,), start=0)

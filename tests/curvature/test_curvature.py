@@ -188,7 +188,7 @@ def test_sampling_error_is_that_of_a_parameter_on_average():
 
 @pytest.mark.parametrize("cases", [400, 1600])
 def test_the_sampling_error_makes_up_for_what_an_inverse_is_too_large_by(cases):
-    """Of white rows, whose true second moment is the identity, d/n of them being 1/8 and 1/32."""
+    """The excess for white rows, whose second moment is the identity, with d/n of 1/8 and 1/32."""
     rows = normal(cases, 50, seed=1)
     A = rows.mT @ rows / cases
     added = Curvature((KroneckerMoments(A, A),), examples=cases).sampling_error() ** 0.5

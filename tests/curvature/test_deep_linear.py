@@ -103,7 +103,7 @@ class Anything(nn.Module):
 
 
 def test_a_dense_block_is_the_fishers_own_whatever_the_network():
-    """Of units whose uses are seen: those of an example are added up before they are squared."""
+    """Units whose uses are seen: those of an example are added up before they are squared."""
     model, x = Anything(), normal(6, 2, 3)
     network = network_of(model, nn.MSELoss())
     units = [

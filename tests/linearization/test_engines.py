@@ -212,7 +212,7 @@ def test_what_the_units_show_adds_up_to_the_gradient(name):
 
 @pytest.mark.parametrize("name", ["perceptron", "shared weights"])
 def test_finite_differences_in_single_precision(name):
-    """Of the order of ε^⅔ = 2e-5, in units of the largest entry."""
+    """An error of the order of ε^⅔ = 2e-5, in units of the largest entry."""
     network, part = PROBLEMS[name].network()
     J = dense_jacobian(network, part)
     (v,) = directions_of(network, 1)

@@ -62,7 +62,7 @@ class Pseudocode:
     """α of an update that is not re-scaled."""
     low_rank: bool = False
     penalty: Callable[[Tensor], Tensor] | None = None
-    """Of θ, part of what the closure returns."""
+    """A penalty on θ, part of what the closure returns."""
 
     def __post_init__(self) -> None:
         self.model = copy.deepcopy(self.model)

@@ -188,7 +188,7 @@ def good_steps(cases: int, steps: int, acceptance: Acceptance) -> tuple[int, int
 
 @pytest.mark.parametrize("cases", [3, 10, 40])
 def test_a_rise_that_the_noise_of_sampling_explains_is_left(cases):
-    """Of good steps 2.4 % are rejected at the most, as derived in tests/control/test_acceptance.py.
+    """At most 2.4 % of good steps are rejected, as derived in tests/control/test_acceptance.py.
 
     Measured: none of 1,570 with three sizes of mini-batch and three seeds, as steps change the loss by less
     than mini-batches differ. A rule that knows of no noise rejects a quarter.
