@@ -40,7 +40,7 @@ from kronfac.curvature import (
     SampledFisher,
 )
 from kronfac.errors import KronfacError
-from kronfac.network import Adapter, LinearAdapter, Use, register
+from kronfac.network import Adapter, Blocks, LinearAdapter, Use, register
 from kronfac.objective import Bernoulli, Categorical, Gaussian, Likelihood, observe
 from kronfac.optimizer import KFAC
 from kronfac.report import Event, EventKind, StepReport
@@ -67,6 +67,7 @@ __all__ = [
     "Block",
     "BlockDiagonalInverse",
     "BlockTridiagonalInverse",
+    "Blocks",
     "Categorical",
     "ConjugateGradients",
     "DampingRule",

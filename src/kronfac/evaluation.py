@@ -18,6 +18,7 @@ from kronfac.linalg import OuterProduct
 from kronfac.linearization.by_hand import outputs_at
 from kronfac.network import Batch, Matrices, Network, RandomState, dot, record, replay
 from kronfac.network.chain import chain_network
+from kronfac.network.discovery import discover
 from kronfac.precision import Context
 
 LOSS_TOLERANCE = 64
@@ -70,7 +71,10 @@ class Evaluation:
                     "that depends on every trained parameter. Freeze what it does not depend on with "
                     "requires_grad_(False) before KFAC is made."
                 )
-            if self.weight_decay:
+            if self.weight_decay and unit.swapped:
+                decayed = zip(grads, unit.parameters, strict=True)
+                gradients.append(unit.join([g + self.weight_decay * p for g, p in decayed]))
+            elif self.weight_decay:
                 V = grads[0].new_empty(unit.shape)
                 for part, grad, p in zip(unit.split(V), grads, unit.parameters, strict=True):
                     torch.add(grad, p, alpha=self.weight_decay, out=part)  # one pass over memory
@@ -211,6 +215,9 @@ def evaluate(
             returned = call()
         batch = recording.batch()
         network.buffers.note_writes(versions)
+    if not found and not network.discovered:
+        with network.buffers.preserved():
+            network = discover(network, batch.passes[0])
     if inverse.couples and not network.links:
         with network.buffers.preserved():
             network = chain_network(network, batch.passes[0])

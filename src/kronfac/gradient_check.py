@@ -128,9 +128,8 @@ def _gradients(
             own = rebuilt[n]
             own = torch.zeros_like(total[n]) if own is None else own
             for tap in taps:
-                g, a = tap.grads.flatten(0, 1), tap.inputs.flatten(0, 1)
-                own = own.addmm(g.mT, a)
-                sizes[n] += float((g.norm(dim=1) * a.norm(dim=1)).sum(dtype=torch.float64))
+                own = own + tap.total()
+                sizes[n] += tap.magnitude()
             rebuilt[n] = own
     return tuple(total), rebuilt, sizes
 

@@ -28,7 +28,7 @@ from kronfac.distributed import refuse_distributed, refuse_several_processes
 from kronfac.errors import ClosureError
 from kronfac.evaluation import Evaluation, Point, RefusedError, evaluate
 from kronfac.gradient_check import GradientCheck
-from kronfac.network import Buffers, Network, Other, find_units, restore
+from kronfac.network import Blocks, Buffers, Network, Other, find_units, restore
 from kronfac.objective import objective_of
 from kronfac.parameter_group import ParameterGroup
 from kronfac.precision import Context, full_precision
@@ -86,8 +86,10 @@ class KFAC(torch.optim.Optimizer):
             of the iterations so far, up to 20.
         inverse_lag: iterations from the start of a refresh to its use; if it is not 0 the inverse is
             computed in the background, beside the steps in between. Not in the first iterations.
-        other: what becomes of parameters of layers that KFAC does not know: `"diagonal"` gives them a
-            diagonal curvature block, `"refuse"` raises an error that names them.
+        other: what becomes of parameters of layers that KFAC does not know: `"diagonal"` gives them the
+            block that fits how the first mini-batch uses them, a diagonal one if that is not seen;
+            `"refuse"` raises an error that names them.
+        blocks: which curvature block a layer gets, by its kind and size; None for `Blocks()`.
 
     Reference: Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate
     Curvature, 2015. `docs/deviations.md` lists the differences.
@@ -110,6 +112,7 @@ class KFAC(torch.optim.Optimizer):
         inverse_interval: int | None = None,
         inverse_lag: int = 0,
         other: Other = "diagonal",
+        blocks: Blocks | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -140,8 +143,11 @@ class KFAC(torch.optim.Optimizer):
         self.objective = objective_of(loss)
         self._other: Other = other
         own = self._own_model
-        found = find_units(own, other)
-        self.network = Network(own, found.units, found.sites, self.objective, Buffers(own))
+        self._blocks = Blocks() if blocks is None else blocks
+        found = find_units(own, other, self._blocks)
+        self.network = Network(
+            own, found.units, found.sites, self.objective, Buffers(own), self._blocks
+        )
         parameters = self.network.parameters
         super().__init__(parameters, {"weight_decay": weight_decay})
         self._check = GradientCheck()
@@ -330,7 +336,12 @@ class KFAC(torch.optim.Optimizer):
         return {
             "model": self.model,
             "loss": self.objective.module,
-            "settings": {**settings, "other": self._other, **self.defaults},
+            "settings": {
+                **settings,
+                "other": self._other,
+                "blocks": self._blocks,
+                **self.defaults,
+            },
             "state_dict": self.state_dict(),
             "group": {name: value for name, value in group.items() if name != "params"},
             "report": self.report,  # which a sampler knows as the one it looked at

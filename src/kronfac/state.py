@@ -218,7 +218,8 @@ def _check_blocks(curvature: Curvature | None, units: Sequence[Unit], settings: 
     if curvature is None:
         return
     for unit, moments in zip(units, curvature.blocks, strict=True):
-        if not isinstance(moments, (unit.block.moments, DiagonalMoments)):
+        # One that no adapter describes has the block that its first pass asked for.
+        if unit.chosen and not isinstance(moments, (unit.block.moments, DiagonalMoments)):
             raise StateError(
                 f"The state's statistics of {unit.name!r} are {type(moments).__name__}; this KFAC has "
                 f"a {type(unit.block).__name__} for it. Use the block that it was saved with."

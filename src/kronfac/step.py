@@ -175,7 +175,7 @@ def _update_curvature(
             S1.passes,
             partial(linearize, network),
             factor=m.examples / S1.examples,
-            summed=not all(network.has_uses(n) for n in range(len(network.units))),
+            nothing=network.unused,
         ),
         [unit.block for unit in network.units],
         fisher,

@@ -76,7 +76,7 @@ def estimate(block, *parts, old=None, decay=0.0, weight=0.7):
 @each_use
 def test_a_dense_block_is_the_second_moment_of_the_gradients(places):
     uses = taps(*places)
-    assert_close(DenseBlock().observe(uses, 1.0, 0.7).M, 0.7 * second_moment(uses), **ALGEBRA)
+    assert_close(DenseBlock().observe(uses, 1.0, 0.7).dense(), 0.7 * second_moment(uses), **ALGEBRA)
 
 
 @each_use
@@ -150,7 +150,7 @@ def test_a_side_may_be_kept_as_its_diagonal(side):
 def test_a_gradient_whose_uses_are_not_seen_is_squared():
     V = normal(ROWS, COLUMNS)
     assert_close(DiagonalBlock().observe(SummedGradient(V), 1.0, 0.7).D, 0.7 * V**2, **ALGEBRA)
-    M = DenseBlock().observe(SummedGradient(V), 1.0, 0.7).M
+    M = DenseBlock().observe(SummedGradient(V), 1.0, 0.7).dense()
     assert_close(M, 0.7 * torch.outer(dense.vec(V), dense.vec(V)), **ALGEBRA)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC
+from kronfac import KFAC, Blocks
 from tests.conftest import normal
 from tests.faults.steps import FIXED, assert_right_curvature, closure_of, rejections, train
 
@@ -46,7 +46,8 @@ def test_the_curvature_is_that_of_all_uses(network):
 
 def test_a_use_that_is_no_product_is_named_in_one_warning():
     loss = nn.MSELoss()
-    optimizer = KFAC(ScaledByItsNorm(), loss)
+    # Small ones would have a dense block, which takes uses of every kind.
+    optimizer = KFAC(ScaledByItsNorm(), loss, blocks=Blocks(dense_limit=0))
     closure = closure_of(optimizer, lambda model: loss(model(X), X))
     with pytest.warns(UserWarning, match=r"enc\.weight") as caught:
         train(optimizer, closure, 30)

@@ -8,7 +8,7 @@ import kronfac
 from kronfac.curvature import DenseBlock, KroneckerBlock
 from kronfac.network import Use, find_units
 from kronfac.network import adapter as registry
-from kronfac.network.linear import LinearAdapter
+from kronfac.network.layers.linear import LinearAdapter
 
 
 class Own(nn.Module):

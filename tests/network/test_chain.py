@@ -2,9 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from kronfac.errors import UnsupportedModelError
-from kronfac.network import LossCall, ModelCall, Network, Pass
-from kronfac.network.chain import chain_network
+from kronfac.curvature import KroneckerBlock
+from kronfac.network import LinearAdapter, LossCall, ModelCall, Network, Pass
+from kronfac.network import adapter as registry
+from kronfac.network.chain import chain_network, find_chains
 from tests.conftest import mlp, network_of, normal
 
 
@@ -137,43 +138,76 @@ def test_frozen_layers_in_between_are_looked_through():
     assert order(model) == ["a", "c"]
 
 
+def pieces(model, *args):
+    """The chains of a network, by name, and why they do not go on."""
+    args = args or (normal(5, 3),)
+    network = network_of(model)
+    terms = network.objective.declare(model(*args).shape)
+    part = Pass((ModelCall(args, {}, outputs=(0,)),), (LossCall(0, terms),))
+    found = find_chains(network, part)
+    names = [unit.name for unit in network.units]
+    assert not any(module._forward_hooks for module in model.modules())
+    return (
+        [[names[n] for n in piece] for piece in found.pieces],
+        {names[n]: why for n, why in found.breaks.items()},
+    )
+
+
+SEVERAL = "it is fed by several layers, or by the input too"
+
+
 @pytest.mark.parametrize(
-    ("model", "what"),
+    ("model", "chains", "breaks"),
     [
-        (Skip, "'c' does not depend on 'b' alone"),
-        (SkipToOutput, "the model's output does not depend on 'c' alone"),
-        (InputToOutput, "the model's output does not depend on 'c' alone"),
-        (InputInTheMiddle, "'b' does not depend on 'a' alone"),
-        (Concatenated, "'b' does not depend on 'a' alone"),
-        (TwoHeads, "'c' does not depend on 'b' alone"),
-        (Ignored, "'b'|'c' does not depend on 'b' alone"),
-        (Unused, "every layer to be used; 'c' was not"),
+        (Skip, ["a", "b", "c"], {"b": "'a' before it feeds something else too", "c": SEVERAL}),
+        (SkipToOutput, ["ab", "c"], {"c": "'b' before it feeds something else too"}),
+        (InputToOutput, ["abc"], {}),
+        (InputInTheMiddle, ["a", "bc"], {"b": SEVERAL}),
+        (Concatenated, ["a", "b"], {"b": SEVERAL}),
+        (
+            TwoHeads,
+            ["a", "b", "c"],
+            dict.fromkeys("bc", "'a' before it feeds something else too"),
+        ),
+        (Ignored, ["ab", "c"], {}),
+        (Unused, ["ab", "c"], {"c": "it is not used"}),
     ],
 )
-def test_anything_but_a_chain_is_refused(model, what):
-    model = model()
-    with pytest.raises(UnsupportedModelError, match=what):
-        order(model)
-    assert not any(module._forward_hooks for module in model.modules())
+def test_chains_end_at_branches(model, chains, breaks):
+    assert pieces(model()) == ([list(chain) for chain in chains], breaks)
 
 
-def test_two_inputs_that_go_to_different_layers_are_refused():
-    with pytest.raises(UnsupportedModelError, match="does not depend on"):
-        order(TwoInputs(), normal(5, 3), normal(5, 3, seed=1))
+def test_two_inputs_that_go_to_different_layers():
+    found, breaks = pieces(TwoInputs(), normal(5, 3), normal(5, 3, seed=1))
+    assert (found, breaks) == ([["a"], ["b"], ["c"]], {"c": SEVERAL})
 
 
-def test_a_layer_that_is_used_twice_is_refused():
+def test_a_layer_that_is_used_twice_is_in_no_chain():
     class Twice(Net):
         def forward(self, x):
             return self.c(self.b(self.a(self.a(x))))
 
-    with pytest.raises(UnsupportedModelError, match="'a'"):
-        order(Twice())
+    found, breaks = pieces(Twice())
+    assert found == [["a"], ["b", "c"]]
+    assert breaks == {
+        "a": "it is used more than once",
+        "b": "'a' before it: it is used more than once",
+    }
 
 
-def test_a_layer_that_is_used_at_several_places_is_refused():
-    with pytest.raises(UnsupportedModelError, match=r"'0' have shape \(5, 2, 3\)"):
-        order(mlp([3, 4, 2]), normal(5, 2, 3))
+def test_a_layer_that_is_used_at_several_places_is_in_no_chain():
+    found, breaks = pieces(mlp([3, 4, 2]), normal(5, 2, 3))
+    assert found == [["0"], ["2"]]
+    assert breaks["2"] == "it is used at 2 places of an example"
+
+
+def test_a_layer_with_several_places_is_in_a_chain_if_they_are_reduced(monkeypatch):
+    class Reduced(LinearAdapter):
+        def block(self, module):
+            return KroneckerBlock("reduce")
+
+    monkeypatch.setitem(registry._ADAPTERS, nn.Linear, (Reduced(), False))
+    assert pieces(mlp([3, 4, 2]), normal(5, 2, 3)) == ([["0", "2"]], {})
 
 
 def test_units_without_uses_come_behind_the_chain_and_are_not_linked():
@@ -188,8 +222,6 @@ def test_units_without_uses_come_behind_the_chain_and_are_not_linked():
     network = chained(Scaled())
     assert [unit.name for unit in network.units] == ["a", "b", "c", "scale"]
     assert list(network.links) == [True, True, False]
-    places = {site.name: [number for number, _ in site.columns] for site in network.sites}
-    assert places == {"a": [0], "b": [1], "c": [2]}
 
 
 def test_it_does_not_touch_the_mini_batch():

@@ -35,11 +35,11 @@ def test_its_matrix_times_its_inputs_is_what_the_module_computes(bias, shape):
     V = unit.join(unit.parameters)
     assert V.shape == unit.shape == (3, 4 + bias)
     assert torch.equal(V, dense.layer_matrices(module)[0])
-    with record_uses(find_units(module).sites, 1) as uses:
+    with record_uses([], [unit], len(x)) as seen:
         s = module(x)
-    (a,) = uses.of(0)
-    assert a.shape == (*places(x).shape[:2], 4 + bias)
-    assert_close(a @ V.mT, places(s), **ALGEBRA)
+    (tap,) = seen.uses.taps(0, [torch.zeros_like(s)])
+    assert tap.inputs.shape == (*places(x).shape[:2], 4 + bias)
+    assert_close(tap.inputs @ V.mT, places(s), **ALGEBRA)
 
 
 @each_bias
@@ -62,29 +62,30 @@ def test_gradients_of_the_parameters_are_output_gradients_times_inputs(bias, sha
     """∇_V = Σ g āᵀ over examples and places [MG15 §3]."""
     module, x = mlp([4, 3], bias=bias)[0], normal(*shape)
     unit = unit_of(module)
-    with record_uses(find_units(module).sites, 1) as uses:
+    with record_uses([], [unit], len(x)) as seen:
         s = module(x)
     g = normal(*s.shape, seed=1)
     grads = torch.autograd.grad(s, unit.parameters, g, retain_graph=True)
-    at_uses = torch.autograd.grad(s, uses.edges, g)
-    (a,), (g,) = uses.of(0), uses.grads(0, at_uses)
-    assert_close((g.mT @ a).sum(dim=0), unit.join(grads), **ALGEBRA)
+    (tap,) = seen.uses.taps(0, torch.autograd.grad(s, seen.uses.edges, g))
+    assert_close((tap.grads.mT @ tap.inputs).sum(dim=0), unit.join(grads), **ALGEBRA)
+    assert_close(tap.total(), unit.join(grads), **ALGEBRA)
 
 
 def test_inputs_by_keyword():
     module, x = mlp([4, 3])[0], normal(5, 4)
-    with record_uses(find_units(module).sites, 1) as uses:
+    with record_uses([], [unit_of(module)], 5) as seen:
         module(input=x)
-    assert torch.equal(uses.of(0)[0][:, 0, :4], x)
+    (tap,) = seen.uses.taps(0, [None])
+    assert torch.equal(tap.inputs[:, 0, :4], x)
 
 
 def test_another_thread_is_not_recorded():
     module, x = mlp([4, 3])[0], normal(5, 4)
-    with record_uses(find_units(module).sites, 1) as uses:
+    with record_uses([], [unit_of(module)], 5) as seen:
         thread = threading.Thread(target=module, args=(x,))
         thread.start()
         thread.join()
-    assert uses.of(0) == []
+    assert seen.uses.of == [[]]
     assert not module._forward_hooks
 
 

@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from kronfac import (
     KFAC,
     BlockDiagonalInverse,
+    Blocks,
     DiagonalBlock,
     FixedDamping,
     FixedGamma,
@@ -193,23 +194,39 @@ def patched() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "features"), [(OutsideItsModule, "encoder", 3), (patched, "0", 4)]
-)
-def test_uses_that_are_not_seen_are_told_of_and_get_a_diagonal_block(make, name, features):
+class SquaredWeight(nn.Module):
+    """A weight with a second use that is no product with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.out = linear(3, 40), linear(40, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.sigmoid(self.encoder(x))) * self.encoder.weight.square().mean()
+
+
+@pytest.mark.parametrize(("make", "features"), [(OutsideItsModule, 3), (patched, 4)])
+def test_uses_outside_a_modules_own_forward_are_seen(make, features):
+    """Warnings are errors here."""
     model, x, y = make(), normal(M, features), normal(M, 3, seed=1)
-    forward = model.get_submodule(name).forward
     optimizer = KFAC(model, nn.MSELoss())
     closure = closure_of(optimizer, nn.MSELoss(), x, y)
-    with pytest.warns(UserWarning, match=f"does not see all uses of '{name}.weight'"):
-        losses = [optimizer.step(closure).detach()]
-    blocks = {unit.name: type(unit.block) for unit in optimizer.network.units}
-    assert blocks.pop(name) is DiagonalBlock
-    assert all(block is KroneckerBlock for block in blocks.values())
-    for _ in range(10):  # warnings are errors: it was told of once
-        losses.append(optimizer.step(closure).detach())
+    losses = [float(optimizer.step(closure).detach()) for _ in range(10)]
     assert losses[-1] < losses[0]
-    assert model.get_submodule(name).forward == forward
+    assert not any(isinstance(unit.block, DiagonalBlock) for unit in optimizer.network.units)
+
+
+def test_uses_in_several_ways_are_told_of_and_get_a_diagonal_block():
+    model, x, y = SquaredWeight(), normal(M, 3), normal(M, 3, seed=1)
+    optimizer = KFAC(model, nn.MSELoss(), blocks=Blocks(dense_limit=64))
+    closure = closure_of(optimizer, nn.MSELoss(), x, y)
+    with pytest.warns(UserWarning, match="does not see all uses of 'encoder.weight'"):
+        losses = [float(optimizer.step(closure).detach())]
+    blocks = {unit.name: type(unit.block) for unit in optimizer.network.units}
+    assert blocks == {"encoder": DiagonalBlock, "out": KroneckerBlock}
+    for _ in range(10):  # it was told of once
+        losses.append(float(optimizer.step(closure).detach()))
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["KFAC.closure", "own closure"])

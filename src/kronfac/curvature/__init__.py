@@ -1,6 +1,6 @@
 """The curvature of the units: blocks, their statistics and their inverses [MG15 §3–§6.3]."""
 
-from kronfac.curvature.base import Block, Moments, Operator, SummedGradient, Tap, Taps
+from kronfac.curvature.base import Block, Moments, Operator
 from kronfac.curvature.block_diagonal import BlockDiagonalInverse
 from kronfac.curvature.block_tridiagonal import BlockTridiagonalInverse
 from kronfac.curvature.curvature import Curvature, Link, ema_decay
@@ -10,8 +10,19 @@ from kronfac.curvature.diagonal import DiagonalBlock, DiagonalMoments
 from kronfac.curvature.fisher import EmpiricalFisher, ExactFisher, Fisher, SampledFisher
 from kronfac.curvature.inverse import ApproximateInverse, DampedInverse
 from kronfac.curvature.kronecker import KroneckerBlock, KroneckerMoments
+from kronfac.curvature.taps import (
+    AnyTap,
+    ElementwiseTap,
+    GroupedTap,
+    Inputs,
+    OneHot,
+    SummedGradient,
+    Tap,
+    Taps,
+)
 
 __all__ = [
+    "AnyTap",
     "ApproximateInverse",
     "Block",
     "BlockDiagonalInverse",
@@ -22,15 +33,19 @@ __all__ = [
     "DenseMoments",
     "DiagonalBlock",
     "DiagonalMoments",
+    "ElementwiseTap",
     "EmpiricalFisher",
     "ExactFisher",
     "ExactTikhonov",
     "FactoredTikhonov",
     "Fisher",
+    "GroupedTap",
+    "Inputs",
     "KroneckerBlock",
     "KroneckerMoments",
     "Link",
     "Moments",
+    "OneHot",
     "Operator",
     "SampledFisher",
     "SummedGradient",

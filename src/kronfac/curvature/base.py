@@ -3,49 +3,21 @@
     taps → moments → operator
     block.average(old, decay).add(taps, …) …  .value() → moments.damped(γ) → .mv(V)
 
-A tap is one use of the unit's matrix V (rows, columns) by some examples: s = V ā at every place, with g the
-gradient at s. The gradient of example n is Σ_places g āᵀ. Layouts: ā (examples, places, columns),
-g (examples, places, rows). Nothing here knows modules.
+`taps.py` has what a backward pass shows of a unit. Nothing here knows modules.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
-import torch
 from torch import Tensor
 
+from kronfac.curvature.taps import Taps
 from kronfac.errors import StateError
 from kronfac.storage import Layout, Storable
 
 if TYPE_CHECKING:
     from kronfac.curvature.damping import Tikhonov
-
-
-@dataclass(frozen=True)
-class Tap:
-    """Inputs and output gradients of one use of a unit."""
-
-    inputs: Tensor  # ā (examples, places, columns)
-    grads: Tensor  # g (examples, places, rows)
-    counts: Tensor | None = None
-    """Which places count, (examples, places), bool: padding does not; None for all."""
-
-    def gradients(self) -> Tensor:
-        """Σ_places g āᵀ of every example, (examples, rows, columns)."""
-        return self.grads.mT @ self.inputs
-
-
-@dataclass(frozen=True)
-class SummedGradient:
-    """The gradient of a unit whose uses are not known, summed over the examples."""
-
-    V: Tensor  # (rows, columns)
-
-
-Taps = Sequence[Tap] | SummedGradient
-"""What one pass shows of one unit: its uses, or only their sum."""
 
 
 @runtime_checkable
@@ -100,11 +72,12 @@ class Moments(Storable, ABC):
 
     def probe(self) -> list[Tensor]:
         """A few scalars that are finite only if the moments are."""
-        return [torch.as_tensor(value).sum() for value in _tensors(self)]
+        return [value.sum() for value in _tensors(self)]
 
 
 def _tensors(moments: Moments) -> list[Tensor]:
-    return [getattr(moments, f.name) for f in fields(moments)]  # type: ignore[arg-type]
+    values = [getattr(moments, f.name) for f in fields(moments)]  # type: ignore[arg-type]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 class Average(Protocol):
@@ -160,16 +133,18 @@ class SimpleAverage:
 
     def value(self) -> Moments:
         """The average with everything that was added."""
-        assert self._sum is not None
+        if self._sum is None:
+            assert self._old is not None
+            return self._old
         if self._old is None or self._decay == 0:
             return self._sum
         return _combine(self._old, self._decay, self._sum, 1 - self._decay)
 
 
 def _combine(a: M, x: float, b: M, y: float) -> M:
-    """x a + y b, field by field."""
-    values: dict[str, Any] = {
-        f.name: getattr(a, f.name) * x + getattr(b, f.name) * y
-        for f in fields(a)  # type: ignore[arg-type]
-    }
+    """x a + y b, tensor by tensor; what else there is, such as sizes, is the same in both."""
+    values: dict[str, Any] = {}
+    for f in fields(a):  # type: ignore[arg-type]
+        left, right = getattr(a, f.name), getattr(b, f.name)
+        values[f.name] = left * x + right * y if isinstance(left, Tensor) else left
     return type(a)(**values)

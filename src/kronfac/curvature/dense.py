@@ -1,80 +1,143 @@
 """A dense block: E[v vᵀ] for the gradient v = vec(Σ_places g āᵀ) of an example.
 
-For units with up to a few hundred parameters.
+For units with up to a few hundred parameters. Larger ones are divided into pieces of neighbouring rows of
+V, each with a matrix of its own: what is lost is the curvature between the pieces.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Block, Moments, SummedGradient, Taps
+from kronfac.curvature.base import Block, Moments
 from kronfac.curvature.damping import Tikhonov
+from kronfac.curvature.taps import Taps, gradients_of_examples
 from kronfac.linalg import add_to_diagonal, inverse
 from kronfac.storage import Shapes, Storable
+
+LIMIT = 512
+"""Parameters of a piece at the most: a matrix that is inverted in a few milliseconds."""
+
+
+def _vectors(V: Tensor, pieces: int, size: int) -> Tensor:
+    """vec(V) of every piece, columns stacked, (pieces, …, size), from V (…, rows, columns)."""
+    *others, rows, _ = V.shape
+    each = -(-rows // pieces)
+    padded = torch.nn.functional.pad(V, (0, 0, 0, each * pieces - rows))
+    parts = padded.unflatten(-2, (pieces, each)).movedim(-3, 0)  # (pieces, …, each, columns)
+    vectors: Tensor = parts.mT.reshape(pieces, *others, size)
+    return vectors
+
+
+def _matrix(vectors: Tensor, rows: int, columns: int) -> Tensor:
+    """V (rows, columns) from vec(V) of every piece, (pieces, size)."""
+    pieces = len(vectors)
+    return vectors.view(pieces, columns, -1).mT.reshape(-1, columns)[:rows].contiguous()
+
+
+def _pieces(rows: int, columns: int, limit: int) -> int:
+    return min(math.ceil(rows * columns / limit), rows)
+
+
+def _to_dense(parts: Tensor, rows: int, columns: int) -> Tensor:
+    """The matrix over vec(V) that has these on its diagonal, each over the vec of its piece."""
+    index = torch.arange(rows * columns, device=parts.device).view(columns, rows).mT
+    inside = torch.full((rows, columns), 1, device=parts.device)
+    numbers = _vectors(index, len(parts), parts.shape[-1])
+    valid = _vectors(inside, len(parts), parts.shape[-1]) == 1  # not padding
+    dense = parts.new_zeros(rows * columns, rows * columns)
+    for part, number, kept in zip(parts, numbers, valid, strict=True):
+        at = number[kept]
+        dense[at[:, None], at] = part[kept][:, kept]
+    return dense
 
 
 @dataclass(frozen=True)
 class DenseOperator(Storable):
-    """V ↦ (M + γ² I)⁻¹ vec(V)."""
+    """V ↦ (M + γ² I)⁻¹ vec(V), piece by piece."""
 
-    inverse: Tensor  # (size, size)
+    inverse: Tensor  # (pieces, size, size)
+    rows: int
+    columns: int
 
     def shapes(self, rows: int, columns: int) -> Shapes:
-        """A matrix over vec(V)."""
-        return {"inverse": (rows * columns, rows * columns)}
+        """A matrix over the vec of every piece."""
+        return {"inverse": [("pieces", "size", "size")]}
 
     def mv(self, V: Tensor) -> Tensor:
         """The product."""
-        product = self.inverse @ V.mT.reshape(-1)
-        return product.view(V.shape[1], V.shape[0]).mT.contiguous()
+        vectors = _vectors(V, len(self.inverse), self.inverse.shape[-1])
+        return _matrix((self.inverse @ vectors.unsqueeze(-1)).squeeze(-1), *V.shape)
 
     def to_dense(self) -> Tensor:
         """The matrix."""
-        return self.inverse
+        return _to_dense(self.inverse, self.rows, self.columns)
 
 
 @dataclass(frozen=True)
 class DenseMoments(Moments):
-    """M."""
+    """M of every piece."""
 
-    M: Tensor  # (size, size), for vec(V), which stacks columns
+    M: Tensor  # (pieces, size, size), for the vec of every piece, which stacks columns
+    rows: int
+    columns: int
 
     def shapes(self, rows: int, columns: int) -> Shapes:
-        """A matrix over vec(V)."""
-        return {"M": (rows * columns, rows * columns)}
+        """A matrix over the vec of every piece."""
+        return {"M": [("pieces", "size", "size")]}
 
     def damped(self, gamma: float, tikhonov: Tikhonov) -> DenseOperator:
         """(M + γ² I)⁻¹."""
-        return DenseOperator(inverse(add_to_diagonal(self.M, self.M.new_tensor(gamma**2)), "M"))
+        shift = self.M.new_tensor(gamma**2)
+        shifted = self.M.clone()
+        shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
+        L, info = torch.linalg.cholesky_ex(shifted)
+        if bool((info == 0).all() & L.diagonal(dim1=-2, dim2=-1).isfinite().all()):
+            inverted = torch.cholesky_inverse(L)
+        else:  # one by one, each as far as it gets
+            inverted = torch.stack([inverse(add_to_diagonal(M, shift), "M") for M in self.M])
+        return DenseOperator(inverted, self.rows, self.columns)
 
     def trace(self) -> Tensor:
         """tr M."""
-        return self.M.diagonal().sum(dtype=torch.float64)
+        return self.M.diagonal(dim1=-2, dim2=-1).sum(dtype=torch.float64)
 
     def dense(self) -> Tensor:
-        """M."""
-        return self.M
+        """M, with zeros between the pieces."""
+        return _to_dense(self.M, self.rows, self.columns)
+
+    def probe(self) -> list[Tensor]:
+        """The trace: if it is finite, so is the diagonal, which bounds the rest."""
+        return [self.M.diagonal(dim1=-2, dim2=-1).sum()]
 
     @property
     def size(self) -> int:
         """The number of parameters."""
-        return len(self.M)
+        return self.rows * self.columns
 
 
 @dataclass(frozen=True)
 class DenseBlock(Block):
-    """The whole curvature of a small unit."""
+    """The whole curvature of a small unit, or of pieces of a larger one.
+
+    Args:
+        limit: parameters of a piece at the most; a piece has one row of V at the least.
+    """
 
     moments: ClassVar[type[Moments]] = DenseMoments
+    limit: int = LIMIT
 
     def observe(self, taps: Taps, share: float, weight: float) -> DenseMoments:
         """Σ_examples v vᵀ."""
-        if isinstance(taps, SummedGradient):
-            v = taps.V.mT.reshape(1, -1)
-        else:
-            total = sum(tap.gradients() for tap in taps)
-            assert isinstance(total, Tensor)
-            v = total.mT.reshape(len(total), -1)
-        return DenseMoments((v.mT @ v) * weight)
+        M: Tensor | None = None
+        rows = columns = 0
+        for V in gradients_of_examples(taps):
+            rows, columns = V.shape[1:]
+            pieces = _pieces(rows, columns, self.limit)
+            size = -(-rows // pieces) * columns
+            v = _vectors(V, pieces, size)  # (pieces, examples, size)
+            M = v.mT @ v if M is None else M.baddbmm_(v.mT, v)
+        assert M is not None
+        return DenseMoments(M.mul_(weight), rows, columns)

@@ -12,8 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Block, Moments, SummedGradient, Taps
+from kronfac.curvature.base import Block, Moments
 from kronfac.curvature.damping import Tikhonov
+from kronfac.curvature.taps import Tap, Taps, gradients_of_examples
 from kronfac.errors import NonFiniteError
 from kronfac.storage import Shapes, Storable
 
@@ -76,9 +77,13 @@ class DiagonalBlock(Block):
 
     def observe(self, taps: Taps, share: float, weight: float) -> DiagonalMoments:
         """Σ_examples (Σ_places g āᵀ)²."""
-        if isinstance(taps, SummedGradient):
-            return DiagonalMoments(taps.V.square() * weight)
+        if isinstance(taps, list) and len(taps) == 1 and _one_place(taps[0]):
+            return DiagonalMoments(taps[0].squares() * weight)
         # Uses of the same example add up before they are squared.
-        total = sum(tap.gradients() for tap in taps)
+        total = sum(V.square().sum(dim=0) for V in gradients_of_examples(taps))
         assert isinstance(total, Tensor)
-        return DiagonalMoments(total.square().sum(dim=0) * weight)
+        return DiagonalMoments(total * weight)
+
+
+def _one_place(tap: object) -> bool:
+    return isinstance(tap, Tap) and tap.grads.shape[1] == 1

@@ -5,16 +5,17 @@ every use is what the blocks see.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Block, Moments, SummedGradient, Tap, Taps
+from kronfac.curvature.base import Block, Moments
 from kronfac.curvature.curvature import Curvature, Link
 from kronfac.curvature.fisher import Fisher, Outputs
-from kronfac.curvature.kronecker import KroneckerBlock, Product
+from kronfac.curvature.kronecker import KroneckerBlock, Product, direct_or_transposed
+from kronfac.curvature.taps import Rows, SummedGradient, Tap, Taps
 from kronfac.objective import Terms
 
 
@@ -40,6 +41,11 @@ class Tapped(Protocol):
         """z of every loss call, (terms, event)."""
         ...
 
+    @property
+    def summed(self) -> bool:
+        """Whether some units show their gradient summed over the examples, and no more."""
+        ...
+
     def taps(self, vectors: Sequence[Tensor | None]) -> Sequence[Taps]:
         """What every unit shows for rᵀf, one r for each loss call."""
         ...
@@ -53,8 +59,8 @@ class Sample:
     linearize: Callable[[Examples], Tapped]
     factor: float = 1.0
     """What the terms count: examples of the whole mini-batch over those of S₁."""
-    summed: bool = False
-    """Whether some units show their gradient summed over the examples, and no more."""
+    nothing: Callable[[int], Taps] = lambda unit: []
+    """What a unit shows that none of the examples uses: zeros."""
 
     @property
     def examples(self) -> int:
@@ -90,6 +96,7 @@ def estimate(
     averages = [block.average(_old(block, old, i), decay) for i, block in enumerate(blocks)]
     chains = _Chains(blocks, links, old, decay)
     total = sample.examples
+    met = [False] * len(blocks)
     for part, view, noise in _with_noise(sample, fisher, generator):
         first, share = True, part.examples / total
         scale = part.terms[0].scale or 1.0
@@ -101,7 +108,7 @@ def estimate(
         # From one vector for all terms; and neighbours in a chain need the same rows.
         padded = fisher.independent and not any(links) and any(map(_has_padding, part.terms))
         for vectors in fisher.vectors(outputs):
-            if sample.summed and not fisher.independent:
+            if not fisher.independent and view.summed:
                 vectors = _with_signs(vectors, part.examples, generator)  # noqa: PLW2901
             weighed = [
                 None if v is None else terms.weigh_by_root(v, scale)
@@ -110,10 +117,15 @@ def estimate(
             taps = view.taps(weighed)
             if padded:
                 taps = [_without_padding(unit) for unit in taps]
-            for average, unit in zip(averages, taps, strict=True):
-                average.add(unit, first, share, weight)
+            for n, (average, unit) in enumerate(zip(averages, taps, strict=True)):
+                if isinstance(unit, SummedGradient) or unit:
+                    average.add(unit, first, share, weight)
+                    met[n] = True
             chains.add(taps, first, share, weight)
             first = False
+    for n, average in enumerate(averages):
+        if not met[n] and _old(blocks[n], old, n) is None:
+            average.add(sample.nothing(n), True, 1.0, 0.0)
     moments = tuple(average.value() for average in averages)
     return Curvature(moments, chains.value(), _examples(total, old, decay))
 
@@ -126,7 +138,10 @@ def _without_padding(taps: Taps) -> Taps:
     """The taps without places that no term of the loss depends on, which would only dilute A."""
     if isinstance(taps, SummedGradient):
         return taps
-    return [Tap(tap.inputs, tap.grads, (tap.grads != 0).any(dim=-1)) for tap in taps]
+    return [
+        replace(tap, counts=(tap.grads != 0).any(dim=-1)) if isinstance(tap, Tap) else tap
+        for tap in taps
+    ]
 
 
 def _with_signs(
@@ -221,11 +236,11 @@ class _Chains:
                 products[0].add(here[0], there[0], share / len(here[0]))
             products[1].add(here[1], there[1], weight)
 
-    def _rows(self, number: int, taps: Taps) -> tuple[Tensor, Tensor] | None:
+    def _rows(self, number: int, taps: Taps) -> tuple[Rows, Tensor] | None:
         block = self._blocks[number]
         if isinstance(taps, SummedGradient) or not isinstance(block, KroneckerBlock):
             return None
-        a, g = block.rows(taps)
+        a, g = block.rows(direct_or_transposed(taps))
         return a[0], g[0]
 
     def value(self) -> tuple[Link | None, ...]:

@@ -12,19 +12,22 @@ With one place they are the same. Either side may be kept as its diagonal, for v
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Block, Moments, Operator, SummedGradient, Tap, Taps
+from kronfac.curvature.base import Block, Moments, Operator
 from kronfac.curvature.damping import ExactTikhonov, Tikhonov
+from kronfac.curvature.taps import OneHot, Rows, SummedGradient, Tap, Taps
 from kronfac.errors import UnsupportedModelError
 from kronfac.linalg import EigenKroneckerSum, KroneckerProduct, eigh, shifted_inverse
 from kronfac.linalg.kronecker import kron
 from kronfac.storage import Shapes
 
 Sharing = Literal["expand", "reduce"]
+MANY = 4
+"""Uses from which their vectors are put together: a product for each would be small."""
 
 
 @dataclass(frozen=True)
@@ -107,32 +110,23 @@ class KroneckerBlock(Block):
         assert old is None or isinstance(old, KroneckerMoments)
         return KroneckerAverage(self, old, decay)
 
-    def rows(self, taps: Sequence[Tap]) -> tuple[list[Tensor], list[Tensor]]:
-        """The vectors that A and G are second moments of, each (vectors, features), use by use."""
+    def rows(self, taps: Sequence[Tap]) -> tuple[list[Rows], list[Tensor]]:
+        """The vectors ā and g whose second moments the factors are, each (vectors, features), by use."""
         if self.sharing == "expand":
-            pairs = [(t.inputs.flatten(0, 1), t.grads.flatten(0, 1), t.counts) for t in taps]
-            return (
-                [a if counts is None else a[counts.flatten()] for a, _, counts in pairs],
-                [g if counts is None else g[counts.flatten()] for _, g, counts in pairs],
-            )
-        places = sum(_places(t) for t in taps)
-        a = sum(_sum_places(t) for t in taps) / places
-        g = sum(t.grads.sum(dim=1) for t in taps)
-        assert isinstance(a, Tensor)
-        assert isinstance(g, Tensor)
-        return [a], [g]
+            a = [tap.input_rows() for tap in taps]
+            g = [tap.grad_rows() for tap in taps]
+            return (_together(a), _together(g)) if len(taps) > MANY else (a, g)
+        places = sum(tap.places() for tap in taps)
+        total, g_total = sum(tap.input_sums() for tap in taps), sum(t.grads.sum(1) for t in taps)
+        assert isinstance(total, Tensor)
+        assert isinstance(g_total, Tensor)
+        return [total / places], [g_total]
 
 
-def _places(tap: Tap) -> Tensor | int:
-    """The number of places that count, of every example if they differ, (examples, 1)."""
-    if tap.counts is None:
-        return tap.inputs.shape[1]
-    return tap.counts.sum(dim=1, keepdim=True).clamp(min=1)
-
-
-def _sum_places(tap: Tap) -> Tensor:
-    inputs = tap.inputs if tap.counts is None else tap.inputs * tap.counts.unsqueeze(-1)
-    return inputs.sum(dim=1)
+def _together(rows: Sequence[Rows]) -> list[Any]:
+    """One tensor in place of many: the steps of a recurrent layer are a use each."""
+    tensors = [x for x in rows if isinstance(x, Tensor)]
+    return [torch.cat(tensors)] if len(tensors) == len(rows) else list(rows)
 
 
 class KroneckerAverage:
@@ -143,7 +137,9 @@ class KroneckerAverage:
 
     def __init__(self, block: KroneckerBlock, old: KroneckerMoments | None, decay: float) -> None:
         self._block = block
-        self._share = 0.0
+        self._counted = 0.0
+        self._each: float | None = None
+        self._transposed = False
         self.sides = (
             Product(None if old is None else old.A, decay, block.diagonal_inputs),
             Product(None if old is None else old.G, decay, block.diagonal_grads),
@@ -151,24 +147,45 @@ class KroneckerAverage:
 
     def add(self, taps: Taps, first: bool, share: float, weight: float) -> None:
         """Add what one backward pass shows."""
-        assert not isinstance(taps, SummedGradient), "a Kronecker block needs the uses of its unit"
-        a, g = self._block.rows(taps)
-        A, G = self.sides
+        uses = direct_or_transposed(taps)
+        if not uses:
+            return
+        a, g = self._block.rows(uses)
+        self._transposed = uses[0].transposed
+        inputs, grads = self._sides
         count = sum(map(len, a))
         if first and count:
-            self._share += share
+            # A mean over the vectors of all passes, however many places their examples have.
+            self._each = share / count if self._each is None else self._each
+            self._counted += self._each * count
             for x in a:
-                A.add(x, x, share / count)
+                inputs.add(x, x, self._each)
         for y in g:
-            G.add(y, y, weight)
+            grads.add(y, y, weight)
+
+    @property
+    def _sides(self) -> "tuple[Product, Product]":
+        """Where ā and where g go: for a transposed use ā is on the side of the rows."""
+        A, G = self.sides
+        return (G, A) if self._transposed else (A, G)
 
     def value(self) -> KroneckerMoments:
         """The average with everything that was added.
 
-        A is a mean over the passes in which the unit was used, of which there may be fewer than all.
+        The mean is one over the passes in which the unit was used, of which there may be fewer than all.
         """
-        A, G = self.sides
-        return KroneckerMoments(A.value(self._share), G.value())
+        inputs, grads = self._sides
+        mean, total = inputs.value(self._counted), grads.value()
+        return KroneckerMoments(total, mean) if self._transposed else KroneckerMoments(mean, total)
+
+
+def direct_or_transposed(taps: Taps) -> list[Tap]:
+    """The uses of a unit whose factors are taken from ā and g, all in the same direction."""
+    assert not isinstance(taps, SummedGradient), "a Kronecker block needs the uses of its unit"
+    uses = [tap for tap in taps if isinstance(tap, Tap)]
+    assert len(uses) == len(taps), "a Kronecker block needs inputs and gradients of every use"
+    assert len({tap.transposed for tap in uses}) <= 1, "V and Vᵀ were both used"
+    return uses
 
 
 class Product:
@@ -180,9 +197,13 @@ class Product:
         self._diagonal = diagonal
         self._sum: Tensor | None = None
 
-    def add(self, x: Tensor, y: Tensor, weight: float) -> None:
+    def add(self, x: Rows, y: Rows, weight: float) -> None:
         """Add weight · Σ x yᵀ over the rows of x and y."""
         weight *= 1 - self._decay
+        if isinstance(x, OneHot):
+            self._add_one_hot(x, weight)
+            return
+        assert isinstance(y, Tensor)
         if self._diagonal:
             self._add(torch.einsum("ni,ni->i", x, y) * weight)
         elif self._sum is not None:
@@ -191,6 +212,10 @@ class Product:
             self._sum = (x.mT @ y).mul_(weight)
         else:
             self._sum = torch.addmm(self._old, x.mT, y, beta=self._decay, alpha=weight)
+
+    def _add_one_hot(self, x: OneHot, weight: float) -> None:
+        squares = x.squares() * weight
+        self._add(squares if self._diagonal else torch.diag(squares))
 
     def _add(self, new: Tensor) -> None:
         if self._sum is not None:

@@ -19,7 +19,7 @@ from kronfac.curvature.fisher import Outputs
 from kronfac.errors import UnsupportedModelError
 from kronfac.linearization import Traced
 from kronfac.network import Buffers, LossCall, ModelCall, Network, Pass, Unit, find_units
-from kronfac.network.chain import chain_network
+from kronfac.network.chain import chain_network, find_chains
 from kronfac.objective import objective_of
 
 Inputs = Tensor | tuple[Tensor, ...]
@@ -105,7 +105,7 @@ class Cases:
             ]
             yield [
                 LayerCases(
-                    _only(taps[0].inputs, unit),
+                    _only(taps[0].dense_inputs(), unit),
                     torch.stack([_only(tap.grads, unit) for tap in taps]),
                 )
                 for unit, *taps in zip(self.layers, *passes, strict=True)
@@ -120,7 +120,7 @@ class Cases:
             zeros = [torch.zeros_like(z) for z in view.outputs]
             taps = self._select(view.taps(zeros))
             parts = [
-                _only(tap.inputs, unit).sum(dim=0)
+                _only(tap.dense_inputs(), unit).sum(dim=0)
                 for tap, unit in zip(taps, self.layers, strict=True)
             ]
             sums = parts if sums is None else [s + p for s, p in zip(sums, parts, strict=True)]
@@ -144,7 +144,9 @@ class Cases:
                     "The exact expectations are for layers that are used once; layer "
                     f"{unit.name!r} is not. Leave it out with layers=[names]."
                 )
-            found.append(own[0])
+            tap = own[0]
+            assert isinstance(tap, Tap)
+            found.append(tap)
         return found
 
     def chain_problem(self) -> str | None:
@@ -159,12 +161,16 @@ class Cases:
 
     def _find_chain(self) -> tuple[list[Unit], str | None]:
         """The layers in their order, or why they have none."""
-        try:
-            self._network = chain_network(
-                self._network, self._pass(tuple(arg[:2] for arg in self._args))
+        part = self._pass(tuple(arg[:2] for arg in self._args))
+        breaks = find_chains(self._network, part).breaks
+        if breaks:
+            number, why = next(iter(breaks.items()))
+            name = self._network.units[number].name
+            return (
+                [],
+                f"F̂ needs a chain of layers, each fed by the one before alone; {name!r}: {why}.",
             )
-        except UnsupportedModelError as error:
-            return [], str(error)
+        self._network = chain_network(self._network, part)
         return list(self._network.units), None
 
     def _parts(self) -> Iterator[tuple[Tensor, ...]]:

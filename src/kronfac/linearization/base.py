@@ -24,6 +24,11 @@ class Linearization(ABC):
     def outputs(self) -> Sequence[Tensor]:
         """z of every loss call, without a graph."""
 
+    @property
+    @abstractmethod
+    def summed(self) -> bool:
+        """Whether some units show their gradient summed over the examples, and no more."""
+
     @abstractmethod
     def taps(self, vectors: Sequence[Tensor | None]) -> Sequence[Taps]:
         """What every unit shows for rᵀf: ā and g of every use, or only Jᵀ r; None is a zero r."""

@@ -112,6 +112,10 @@ class ByHand(Linearization):
     def outputs(self) -> Sequence[Tensor]:
         return [self._terms.matrix(self.trace.outputs)]
 
+    @property
+    def summed(self) -> bool:
+        return False
+
     def taps(self, vectors: Sequence[Tensor | None]) -> list[list[Tap]]:
         return [
             [Tap(augmented(unit, a).unsqueeze(1), g.unsqueeze(1))]

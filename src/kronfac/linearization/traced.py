@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kronfac.curvature import SummedGradient, Tap, Taps
+from kronfac.curvature import SummedGradient, Taps
 from kronfac.linearization import finite_difference, forward_mode
 from kronfac.linearization.base import Linearization
 from kronfac.network import Matrices, Network, Pass, Uses, dot, record_uses
@@ -34,10 +34,12 @@ class Traced(Linearization):
     def _graph(self) -> tuple[list[Tensor], list[Tensor], Uses]:
         """Outputs of the loss calls with a graph, as (terms, event) and raw, and the uses of the units."""
         network = self._network
-        with torch.enable_grad(), record_uses(network.sites, len(network.units)) as uses:
+        examples = self.part.examples
+        with torch.enable_grad(), record_uses(network.sites, network.units, examples) as seen:
             raw = self.part.run(network.model)
+        with torch.enable_grad():
             ends = [terms.matrix(z) for terms, z in zip(self.part.terms, raw, strict=True)]
-        return ends, raw, uses
+        return ends, raw, seen.uses
 
     def raw_outputs(self) -> list[Tensor]:
         """z of every loss call in the shape that it got."""
@@ -47,23 +49,26 @@ class Traced(Linearization):
     def outputs(self) -> Sequence[Tensor]:
         return [end.detach() for end in self._graph[0]]
 
+    @property
+    def summed(self) -> bool:
+        units, uses = self._network.units, self._graph[2]
+        return any(not unit.observed for unit in units) or uses.summed
+
     def taps(self, vectors: Sequence[Tensor | None]) -> list[Taps]:
         """Not at the weights of units with uses, whose products autograd then leaves out."""
-        network, uses = self._network, self._graph[2]
-        unseen = [n for n in range(len(network.units)) if not network.has_uses(n)]
-        others = [p for n in unseen for p in network.units[n].parameters]
+        units, uses = self._network.units, self._graph[2]
+        others = [p for unit in units if not unit.observed for p in unit.parameters]
         grads = self._backward(vectors, [*uses.edges, *others])
         at_uses, at_others = grads[: len(uses.edges)], iter(grads[len(uses.edges) :])
         taps: list[Taps] = []
-        for n, unit in enumerate(network.units):
-            if n in unseen:
-                parts = [next(at_others) for _ in unit.parameters]
-                zeros = (torch.zeros_like(p) for p in unit.parameters)
-                V = unit.join([z if g is None else g for g, z in zip(parts, zeros, strict=True)])
-                taps.append(SummedGradient(V))
-            else:
-                pairs = zip(uses.of(n), uses.grads(n, at_uses), strict=True)
-                taps.append([Tap(a, g) for a, g in pairs])
+        for n, unit in enumerate(units):
+            if unit.observed:
+                taps.append(uses.taps(n, at_uses))
+                continue
+            parts = [next(at_others) for _ in unit.parameters]
+            zeros = (torch.zeros_like(p) for p in unit.parameters)
+            V = unit.join([z if g is None else g for g, z in zip(parts, zeros, strict=True)])
+            taps.append(SummedGradient(V))
         return taps
 
     def jvp(self, directions: Sequence[Matrices]) -> list[Tensor]:
@@ -104,6 +109,8 @@ class Traced(Linearization):
     def _backward(
         self, vectors: Sequence[Tensor | None], wanted: Sequence[object]
     ) -> list[Tensor | None]:
+        if not wanted:
+            return []
         pairs = [(z, r) for z, r in zip(self._graph[0], vectors, strict=True) if r is not None]
         ends, cotangents = zip(*pairs, strict=True)
         return list(

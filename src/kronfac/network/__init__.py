@@ -1,20 +1,23 @@
 """The network: its units, how modules use them, and what the user's code did with it."""
 
 from kronfac.network.adapter import Adapter, Use, register
+from kronfac.network.blocks import Blocks
 from kronfac.network.find import Other, Site, find_units
-from kronfac.network.linear import LinearAdapter
+from kronfac.network.functions import SeeFunctions, record_uses
+from kronfac.network.layers.linear import LinearAdapter
 from kronfac.network.network import Network
 from kronfac.network.program import Batch, LossCall, ModelCall, Pass, Ref
 from kronfac.network.recorder import record
 from kronfac.network.side_effects import Buffers, RandomState, replay, restore
 from kronfac.network.subset import sizes, subsets
 from kronfac.network.unit import Unit
-from kronfac.network.uses import Uses, record_uses
+from kronfac.network.uses import Uses
 from kronfac.vector import Matrices, dot
 
 __all__ = [
     "Adapter",
     "Batch",
+    "Blocks",
     "Buffers",
     "LinearAdapter",
     "LossCall",
@@ -25,6 +28,7 @@ __all__ = [
     "Pass",
     "RandomState",
     "Ref",
+    "SeeFunctions",
     "Site",
     "Unit",
     "Use",

@@ -1,17 +1,20 @@
 """How a module type uses its parameters, and the registry of those that K-FAC knows.
 
-An adapter says two things: which parameters of a module form one matrix V, and, after a call, what they
-were multiplied with. Everything else follows from that: s = V ā for every example and place, so that the
-gradient is Σ g āᵀ, and the curvature block A ⊗ G comes from the second moments of ā and g.
+An adapter says which parameters of a module form one matrix V, and which curvature block it gets. What they
+were multiplied with is seen at the torch functions that the module calls (`functions.py`); an adapter of a
+module that computes in another way says it itself, after every call. Everything else follows from that:
+s = V ā for every example and place, so that the gradient is Σ g āᵀ, and the curvature block A ⊗ G comes
+from the second moments of ā and g.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from kronfac.curvature import Block, KroneckerBlock
+from kronfac.curvature import Block
+from kronfac.network.blocks import Blocks, Kind
 
 
 @dataclass(frozen=True)
@@ -35,24 +38,47 @@ class Use:
 class Adapter(Protocol):
     """What K-FAC has to know of a module type.
 
-    It may also have a method `block(module)` that returns the curvature block that it wants.
+    It may also have a method `block(module)` that returns the curvature block that it wants, and a method
+    `uses(module, args, kwargs, output)` that returns a list of `Use`, for modules that multiply their
+    parameters by other means than torch's functions for layers.
     """
 
     def parameters(self, module: nn.Module) -> Mapping[str, nn.Parameter]:
         """The parameters that it describes, by their names in the module, the weight (rows, …) first."""
         ...
 
-    def uses(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
-    ) -> list[Use]:
-        """What the parameters were multiplied with in one call of the module."""
-        ...
+
+class Layer:
+    """An adapter of a layer of torch's, whose uses are seen at the functions that it calls."""
+
+    kind: ClassVar[Kind] = "matrix"
+
+    def groups(self, module: nn.Module) -> list[tuple[str, ...]]:
+        """The names of the parameters of every unit."""
+        return [("weight", "bias")]
+
+    def parameters(self, module: nn.Module) -> Mapping[str, nn.Parameter]:
+        """All of them; the weight first, in whatever order they were registered."""
+        own = module._parameters
+        named = {name: own.get(name) for group in self.groups(module) for name in group}
+        return {name: p for name, p in named.items() if p is not None}
+
+    def kind_of(self, module: nn.Module) -> Kind:
+        """How a module uses its parameters."""
+        return self.kind
+
+    def swapped(self, module: nn.Module) -> int:
+        """The number of groups of a weight that is stored as (in, out / groups, …); 0 for (out, in, …)."""
+        return 0
 
 
-def block_of(adapter: Adapter, module: nn.Module) -> Block:
-    """The block that an adapter's method `block` wants for a module, if it has one; else A ⊗ G."""
+def block_of(adapter: Adapter, module: nn.Module, shape: tuple[int, int], blocks: Blocks) -> Block:
+    """The block that an adapter's method `block` wants for a module, if it has one; else by its kind."""
     choose = getattr(adapter, "block", None)
-    block = KroneckerBlock() if choose is None else choose(module)
+    if choose is None:
+        kind = adapter.kind_of(module) if isinstance(adapter, Layer) else "matrix"
+        return blocks.choose(kind, *shape)
+    block = choose(module)
     if not isinstance(block, Block):
         raise TypeError(
             f"The method block of {type(adapter).__name__} has to return a block, such as "
@@ -62,6 +88,8 @@ def block_of(adapter: Adapter, module: nn.Module) -> Block:
 
 
 _ADAPTERS: dict[type[nn.Module], tuple[Adapter, bool]] = {}
+_BY_NAME: dict[str, Adapter] = {}
+"""Of modules from other libraries, by module path and class, so that these need not be imported."""
 
 
 def register(kind: type[nn.Module], adapter: Adapter, *, subclasses: bool = False) -> None:
@@ -78,9 +106,14 @@ def register(kind: type[nn.Module], adapter: Adapter, *, subclasses: bool = Fals
         raise TypeError(f"kronfac.register needs a module type; got {kind!r}.")
     if isinstance(adapter, type) or not isinstance(adapter, Adapter):
         raise TypeError(
-            f"kronfac.register needs an adapter with the methods parameters and uses; got {adapter!r}."
+            f"kronfac.register needs an adapter with the method parameters; got {adapter!r}."
         )
     _ADAPTERS[kind] = (adapter, subclasses)
+
+
+def register_name(name: str, adapter: Adapter) -> None:
+    """The same for a module type that is not imported, by its full name."""
+    _BY_NAME[name] = adapter
 
 
 def adapter_for(module: nn.Module) -> Adapter | None:
@@ -90,7 +123,7 @@ def adapter_for(module: nn.Module) -> Adapter | None:
         adapter, subclasses = _ADAPTERS.get(base, (None, False))
         if adapter is not None and (base is kind or subclasses):
             return adapter
-    return None
+    return _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def known_types() -> list[str]:

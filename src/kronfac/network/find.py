@@ -2,15 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import nn
 
-from kronfac.curvature import Block, DiagonalBlock
+from kronfac.curvature import DiagonalBlock
 from kronfac.errors import UnsupportedModelError
-from kronfac.network.adapter import Adapter, adapter_for, block_of, known_types
+from kronfac.network.adapter import Adapter, Layer, adapter_for, block_of, known_types
+from kronfac.network.blocks import Blocks
 from kronfac.network.unit import Unit
 
 Other = Literal["diagonal", "refuse"]
@@ -18,13 +19,11 @@ Other = Literal["diagonal", "refuse"]
 
 @dataclass(frozen=True)
 class Site:
-    """A module with an adapter, and where its parameters' columns go."""
+    """A module whose adapter says itself what its parameters are multiplied with."""
 
     name: str
     module: nn.Module
     adapter: Adapter
-    columns: tuple[tuple[int, tuple[str, ...]], ...]
-    """For every unit that has parameters here, its number and their names in the module."""
 
 
 @dataclass(frozen=True)
@@ -33,81 +32,98 @@ class Found:
 
     units: list[Unit]
     sites: list[Site]
-    """The modules whose calls are uses of units with a Kronecker block."""
 
 
-def find_units(model: nn.Module, other: Other = "diagonal") -> Found:
+def find_units(model: nn.Module, other: Other = "diagonal", blocks: Blocks | None = None) -> Found:
     """The units of all trained parameters, in the order of `model.named_modules()`.
 
     Parameters of one module that are used together form one unit; a parameter that several modules share is
-    a unit of its own. What no adapter describes gets a diagonal block, or is refused.
+    a unit of its own. What no adapter describes gets a block by what the first pass shows of its uses
+    (`discovery.py`), a diagonal one if they are not seen, or is refused.
 
     Raises:
         UnsupportedModelError: a parameter is refused, has a dtype that K-FAC can't train, or there is none.
     """
+    blocks = Blocks() if blocks is None else blocks
     owners = _owners(model)
     units: list[Unit] = []
-    number: dict[int, int] = {}  # the unit of each parameter
-    claims: list[tuple[str, nn.Module, Adapter, dict[str, nn.Parameter]]] = []
+    sites: list[Site] = []
+    found: set[int] = set()
     refused: list[tuple[str, str]] = []
     for prefix, module in model.named_modules():
         own = {key: p for key, p in module.named_parameters(recurse=False) if p.requires_grad}
         adapter = adapter_for(module) if own else None
-        described: dict[str, nn.Parameter] = {}
-        if adapter is not None:
-            described = {key: p for key, p in adapter.parameters(module).items() if p.requires_grad}
-            if not own.keys() <= described.keys():
-                # Reparametrised by hooks (spectral_norm, pruning): the weight is computed from others.
-                described = {}
-        # Shared with a module that no adapter describes, a parameter has uses that nobody sees.
-        described = {k: p for k, p in described.items() if all(owners[id(p)])}
-        if adapter is not None and described:
-            claims.append((prefix, module, adapter, described))
-        together = [k for k, p in described.items() if len(owners[id(p)]) == 1]
-        groups = [together] if together else []
-        groups += [[k] for k in own if k not in together]
-        for keys in groups:
-            parameters = [own[k] for k in keys]
-            if id(parameters[0]) in number:
+        if adapter is not None and not own.keys() <= adapter.parameters(module).keys():
+            # Reparametrised by hooks (spectral_norm, pruning): the weight is computed from others.
+            adapter = None
+        groups = _groups(adapter, module, own, owners)
+        if (
+            adapter is not None
+            and hasattr(adapter, "uses")
+            and any(described for _, described in groups)
+        ):
+            sites.append(Site(prefix, module, adapter))
+        for keys, described in groups:
+            parameters = tuple(own[k] for k in keys)
+            if id(parameters[0]) in found:
                 continue  # shared, and found before
-            kronecker = keys[0] in described
-            if not kronecker and other == "refuse":
+            found |= {id(p) for p in parameters}
+            if not described and other == "refuse":
                 refused.append((_join(prefix, keys[0]), type(module).__name__))
-            for p in parameters:
-                number[id(p)] = len(units)
-            name = prefix if keys == list(described) else _join(prefix, keys[0])
-            names = tuple(_join(prefix, k) for k in keys)
-            block: Block = DiagonalBlock()
-            if kronecker and adapter is not None:
-                block = block_of(adapter, module)
-            units.append(Unit(name, names, tuple(parameters), block))
+            whole = described and [keys] == [k for k, d in groups if d] and len(own) == len(keys)
+            unit = Unit(
+                prefix if whole else _join(prefix, keys[0]),
+                tuple(_join(prefix, k) for k in keys),
+                parameters,
+                DiagonalBlock(),
+                swapped=adapter.swapped(module) if isinstance(adapter, Layer) else 0,
+                chosen=described,
+            )
+            if described and adapter is not None:
+                unit = replace(unit, block=block_of(adapter, module, unit.shape, blocks))
+            units.append(unit)
     _check(model, units, refused)
-    sites = [
-        Site(prefix, module, adapter, _columns(described, number))
-        for prefix, module, adapter, described in claims
-    ]
     return Found(units, sites)
 
 
-def _owners(model: nn.Module) -> dict[int, list[bool]]:
-    """For every parameter and every module that has it, whether an adapter describes it there."""
-    owners: dict[int, list[bool]] = defaultdict(list)
+def _groups(
+    adapter: Adapter | None,
+    module: nn.Module,
+    own: dict[str, nn.Parameter],
+    owners: dict[int, list[Adapter | None]],
+) -> list[tuple[list[str], bool]]:
+    """The trained parameters of a module, divided into units, and whether an adapter describes them."""
+    if adapter is None:
+        return [([key], False) for key in own]
+    given = (
+        adapter.groups(module)
+        if isinstance(adapter, Layer)
+        else [tuple(adapter.parameters(module))]
+    )
+    groups: list[tuple[list[str], bool]] = []
+    for names in given:
+        keys = [key for key in names if key in own]
+        together = [key for key in keys if len(owners[id(own[key])]) == 1]
+        groups += [(together, True)] if together else []
+        # Shared with a module that uses it in another way, what it needs shows in the first pass.
+        groups += [
+            ([key], len({type(a) for a in owners[id(own[key])]}) == 1)
+            for key in keys
+            if key not in together
+        ]
+    return groups
+
+
+def _owners(model: nn.Module) -> dict[int, list[Adapter | None]]:
+    """For every parameter, the adapters of all modules that have it."""
+    owners: dict[int, list[Adapter | None]] = defaultdict(list)
     for module in model.modules():
         adapter = adapter_for(module)
         described = set(adapter.parameters(module)) if adapter is not None else set()
         for key, p in module._parameters.items():
             if p is not None:
-                owners[id(p)].append(key in described)
+                owners[id(p)].append(adapter if key in described else None)
     return owners
-
-
-def _columns(
-    described: dict[str, nn.Parameter], number: dict[int, int]
-) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    columns: dict[int, list[str]] = defaultdict(list)
-    for key, p in described.items():
-        columns[number[id(p)]].append(key)
-    return tuple((unit, tuple(keys)) for unit, keys in columns.items())
 
 
 def _join(prefix: str, key: str) -> str:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from kronfac.curvature import Curvature, DiagonalBlock, DiagonalMoments
+from kronfac.curvature import Curvature, DiagonalBlock, DiagonalMoments, Tap
+from kronfac.network.blocks import Blocks
 from kronfac.network.find import Site
 from kronfac.network.side_effects import Buffers
 from kronfac.network.unit import Unit, parameters_of
@@ -36,8 +37,12 @@ class Network:
     sites: Sequence[Site]
     objective: Objective
     buffers: Buffers
+    blocks: Blocks = field(default_factory=Blocks)
+    """How blocks are chosen."""
     links: Sequence[bool] = ()
     """Whether each unit and the next are neighbours in a chain."""
+    discovered: bool = False
+    """Whether the uses of all units have been looked at (`discovery.py`)."""
     learned: Learned = field(default_factory=Learned)
 
     @property
@@ -55,9 +60,13 @@ class Network:
         """The dtype of the first parameter."""
         return self.units[0].dtype
 
-    def has_uses(self, unit: int) -> bool:
-        """Whether the uses of a unit are seen; else only its gradient is."""
-        return any(unit == number for site in self.sites for number, _ in site.columns)
+    def unused(self, number: int) -> list[Tap]:
+        """What a unit shows that no example uses: zeros."""
+        unit = self.units[number]
+        rows, columns = (
+            torch.zeros(1, 1, size, dtype=unit.dtype, device=self.device) for size in unit.shape
+        )
+        return [Tap(columns, rows)]
 
     @torch.no_grad()
     def theta(self) -> Matrices:
@@ -113,6 +122,7 @@ class Network:
                 n
                 for n, moments in enumerate(curvature.blocks)
                 if isinstance(moments, DiagonalMoments)
+                and network.units[n].chosen
                 and not isinstance(network.units[n].block, DiagonalBlock)
             ]
         )
@@ -122,25 +132,16 @@ class Network:
         if not numbers:
             return self
         units = [
-            replace(unit, block=DiagonalBlock()) if n in numbers else unit
+            replace(unit, block=DiagonalBlock(), observed=False) if n in numbers else unit
             for n, unit in enumerate(self.units)
-        ]
-        sites = [
-            replace(site, columns=tuple((n, keys) for n, keys in site.columns if n not in numbers))
-            for site in self.sites
         ]
         linked = [n for n, link in enumerate(self.links) if link]
         kept = [
             n in linked and n not in numbers and n + 1 not in numbers
             for n in range(len(self.links))
         ]
-        return replace(self, units=units, sites=[s for s in sites if s.columns], links=kept)
+        return replace(self, units=units, links=kept)
 
     def reordered(self, order: Sequence[int], links: Sequence[bool]) -> "Network":
         """The same with the units in another order."""
-        place = {old: new for new, old in enumerate(order)}
-        sites = [
-            replace(site, columns=tuple((place[n], keys) for n, keys in site.columns))
-            for site in self.sites
-        ]
-        return replace(self, units=[self.units[n] for n in order], sites=sites, links=links)
+        return replace(self, units=[self.units[n] for n in order], links=links)

@@ -25,17 +25,28 @@ class Unit:
     parameters: tuple[nn.Parameter, ...]
     block: Block
     """How its curvature is approximated."""
+    swapped: int = 0
+    """For weights that are stored as (in, out / groups, …), the number of groups; 0 for (out, in, …)."""
+    observed: bool = True
+    """Whether its uses are seen; else only its gradient is."""
+    chosen: bool = True
+    """Whether its block was chosen by an adapter; else by what the first pass shows of its uses."""
+    why: str = ""
+    """Why it has no better block, for the plan."""
 
     @cached_property
     def shape(self) -> tuple[int, int]:
         """(rows, columns)."""
-        rows = self.rows
-        return rows, sum(p.numel() for p in self.parameters) // rows
+        return self.rows, sum(p.numel() for p in self.parameters) // self.rows
 
     @cached_property
     def rows(self) -> int:
-        """The length of the first parameter."""
+        """The length of the first parameter; of one that nothing is known of, without dimensions of 1."""
         first = self.parameters[0]
+        if self.swapped:
+            return self.swapped * first.shape[1]
+        if not self.chosen:
+            return next((size for size in first.shape if size > 1), 1)
         return len(first) if first.dim() else 1
 
     @property
@@ -45,19 +56,39 @@ class Unit:
 
     def join(self, tensors: Iterable[Tensor]) -> Tensor:
         """V from tensors shaped like the parameters."""
-        rows = self.rows
-        columns = [t.reshape(rows, -1) for t in tensors]
+        columns = [self._matrix(t) for t in tensors]
         return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
 
+    def join_examples(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """(examples, rows, columns) from (examples, …) shaped like the parameters; None for zeros."""
+        known = next(t for t in tensors if t is not None)
+        columns = [
+            known.new_zeros(len(known), self.rows, p.numel() // self.rows)
+            if t is None
+            else t.reshape(len(t), self.rows, -1)
+            for t, p in zip(tensors, self.parameters, strict=True)
+        ]
+        return columns[0] if len(columns) == 1 else torch.cat(columns, dim=2)
+
+    def _matrix(self, t: Tensor) -> Tensor:
+        """(rows, …) from a tensor shaped like one of the parameters."""
+        if self.swapped and t.dim() > 1:
+            t = t.unflatten(0, (self.swapped, -1)).transpose(1, 2)
+        return t.reshape(self.rows, -1)
+
     def split(self, V: Tensor) -> list[Tensor]:
-        """Tensors shaped like the parameters from V, views of it."""
+        """Tensors shaped like the parameters from V: views of it, unless weights are swapped in groups."""
         parts = []
         for p, start, stop in self._columns:
-            if p.dim() == 1:
+            if p.dim() == 1 and stop - start == 1:
                 parts.append(V[:, start])
+            elif self.swapped and p.dim() > 1:
+                part = V[:, start:stop].unflatten(0, (self.swapped, -1))
+                part = part.unflatten(-1, (-1, *p.shape[2:]))
+                parts.append(part.transpose(1, 2).flatten(0, 1))
             else:
                 part = V[:, start:stop]
-                parts.append(part if p.dim() == 2 else part.view(p.shape))
+                parts.append(part if part.shape == p.shape else part.reshape(p.shape))
         return parts
 
     @cached_property

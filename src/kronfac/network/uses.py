@@ -1,93 +1,308 @@
-"""The uses of all units in one forward pass of K-FAC's own, by hooks that only record.
+"""The uses of all units in one forward pass of K-FAC's own.
 
-The hooks record what this thread calls; another thread that evaluates the model meanwhile is not seen, and
-sees nothing.
+Observers of torch functions (`functions.py`) and hooks on modules whose adapter says itself how it uses its
+parameters record here: the inputs of every use without a graph, and where its outputs are in the graph.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from kronfac.curvature import AnyTap, ElementwiseTap, GroupedTap, Inputs, OneHot, Tap
+from kronfac.network.by_example import by_example, sum_to_shape
 from kronfac.network.find import Site
+from kronfac.network.unit import Unit
+
+Arrange = Callable[[Tensor], Tensor]
+Factor = Tensor | Inputs | None
+"""What a parameter was multiplied with; None stands for ones."""
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """How one parameter enters a product of numbers one by one."""
+
+    x: Tensor | None
+    """What it is multiplied with, in the shape of the outputs; None stands for ones."""
+    shape: torch.Size
+    """The shape that it is broadcast from."""
+    derived: Tensor | None = None
+    """What was computed from it and is used in its place."""
+
+    def gradients(self, g: Tensor, p: Tensor, examples: int) -> Tensor:
+        """The gradient of every example, (examples, *p.shape), from that at the outputs."""
+        summed = sum_to_shape(g if self.x is None else g * self.x, self.shape, examples)
+        if self.derived is None:
+            return summed.reshape(len(summed), *p.shape)
+        (pulled,) = torch.autograd.grad(
+            self.derived,
+            p,
+            summed.reshape(len(summed), *self.derived.shape),
+            retain_graph=True,
+            is_grads_batched=True,
+        )
+        return pulled.detach()
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One use of one unit."""
+
+    edge: int
+    """The number of the edge at which its output gradient is taken."""
+    tap: Callable[[Tensor], AnyTap]
+    """From that gradient to what the use shows."""
+    source: Tensor | None = None
+    """The inputs with their graph, if they are wanted."""
 
 
 class Uses:
-    """What every unit was multiplied with, and where the results are in the graph."""
+    """What every unit was multiplied with, and where the results are in the graph.
 
-    def __init__(self, units: int) -> None:
-        self._uses: list[list[tuple[Tensor, int]]] = [[] for _ in range(units)]
+    Args:
+        units: of the network; those that are not observed are left out.
+        examples: of the pass.
+        keep_sources: whether to keep the inputs with their graph.
+    """
+
+    def __init__(self, units: Sequence[Unit], examples: int, keep_sources: bool = False) -> None:
+        self.units, self.examples = units, examples
         self.edges: list[GradientEdge] = []
         """Where the outputs of the uses entered the graph. Edges, not tensors: an activation may overwrite
         the outputs, after which the tensor stands for something else."""
-        self._arranged: list[tuple[torch.Size, Callable[[Tensor], Tensor]]] = []
+        self.outputs: list[torch.Size] = []
+        self._like: list[Tensor] = []
+        self.of: list[list[Recorded]] = [[] for _ in units]
+        """The uses of every unit."""
+        self._keep = keep_sources
+        self._place = {
+            id(p): (n, i)
+            for n, unit in enumerate(units)
+            if unit.observed
+            for i, p in enumerate(unit.parameters)
+        }
 
-    def record(self, site: Site, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
-        """Remember one call of a module."""
-        for use in site.adapter.uses(site.module, args, kwargs, output):
-            if not use.outputs.requires_grad:
-                continue  # no gradient goes through it
-            number = len(self.edges)
-            self.edges.append(get_gradient_edge(use.outputs))
-            self._arranged.append((use.outputs.shape, use.arranged))
-            for unit, keys in site.columns:
-                columns = [_columns(use.inputs[key], use.arranged(use.outputs)) for key in keys]
-                joined = columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
-                self._uses[unit].append((joined, number))
+    def knows(self, value: Any) -> bool:
+        """Whether this is a parameter of an observed unit."""
+        return id(value) in self._place
 
-    def of(self, unit: int) -> list[Tensor]:
-        """ā of every use of a unit, (examples, places, columns)."""
-        return [inputs for inputs, _ in self._uses[unit]]
-
-    def grads(self, unit: int, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """g of every use of a unit, (examples, places, rows), from the gradients at all edges."""
+    def taps(self, unit: int, grads: Sequence[Tensor | None]) -> list[AnyTap]:
+        """What every use of a unit shows, from the gradients at all edges."""
         found = []
-        for _, number in self._uses[unit]:
-            shape, arrange = self._arranged[number]
-            g = grads[number]
+        for use in self.of[unit]:
+            g = grads[use.edge]
             if g is None:
-                g = self._uses[unit][0][0].new_zeros(shape)
-            found.append(_places(arrange(g)))
+                g = self._like[use.edge].new_zeros(self.outputs[use.edge])
+            found.append(use.tap(g.detach()))
         return found
 
+    @property
+    def summed(self) -> bool:
+        """Whether the examples are not among the dimensions of some outputs: summed over them."""
+        return any(not _has_examples(shape, self.examples) for shape in self.outputs)
 
-def _columns(inputs: Tensor | None, outputs: Tensor) -> Tensor:
-    """(examples, places, columns)."""
-    if inputs is not None:
-        return _places(inputs.detach())
-    examples, places, _ = _places(outputs).shape
-    return outputs.new_ones(()).detach().expand(examples, places, 1)
+    # ----------------------------------------------------------------------------------- recording
+
+    def product(
+        self,
+        outputs: Tensor,
+        factors: Sequence[tuple[Tensor | None, Factor]],
+        arrange: Arrange | None = None,
+        source: Tensor | None = None,
+    ) -> None:
+        """outputs = Σ_p P x_p for pairs (P, x_p), at every example and place.
+
+        `arrange` makes (…, rows) of a tensor of the outputs' shape; x_p is (…, columns), with the same
+        dimensions in front, or `Inputs`, which were computed from `source`.
+        """
+        found = self._by_unit(outputs, factors)
+        edge = self._edge(outputs) if found else 0
+        for n, columns in found.items():
+            unit = self.units[n]
+            x = self._columns(unit, columns, outputs if arrange is None else arrange(outputs))
+            tap = partial(_product_tap, x, arrange, self.examples)
+            self.of[n].append(Recorded(edge, tap, self._source([(None, source), *factors])))
+
+    def transposed(
+        self,
+        outputs: Tensor,
+        weight: Tensor,
+        x: Tensor | Inputs,
+        counts: Tensor | None = None,
+    ) -> None:
+        """outputs = Pᵀ x, with x (…, len(P)) or `Inputs` over the rows of P.
+
+        With `counts`, (examples, places), they are the sum over those places of every example.
+        """
+        if self.swapped(weight):
+            self.product(outputs, [(weight, x)])
+            return
+        for n, columns in self._by_unit(outputs, [(weight, x)]).items():
+            unit, (i,) = self.units[n], columns
+            inputs = by_example(x.detach(), self.examples) if isinstance(x, Tensor) else x
+            start = sum(p.numel() for p in unit.parameters[:i]) // unit.rows
+            stop = start + unit.parameters[i].numel() // unit.rows
+            padding = (start, unit.shape[1] - stop)
+            tap = partial(_transposed_tap, inputs, padding, counts, self.examples)
+            self.of[n].append(Recorded(self._edge(outputs), tap, self._source([(weight, x)])))
+
+    def swapped(self, weight: Tensor) -> bool:
+        """Whether a parameter is stored as (in, out, …), and stands in V as its transpose."""
+        return id(weight) in self._place and self.units[self._place[id(weight)][0]].swapped > 0
+
+    def grouped(
+        self,
+        outputs: Tensor,
+        factors: Sequence[tuple[Tensor | None, Factor]],
+        arrange: Arrange,
+        source: Tensor,
+    ) -> None:
+        """The same as `product` for rows in groups: x is (groups, examples, places, columns)."""
+        found = self._by_unit(outputs, factors)
+        edge = self._edge(outputs) if found else 0
+        for n, columns in found.items():
+            x = next(x for x in columns.values() if isinstance(x, Tensor))
+            missing = [i for i in range(len(self.units[n].parameters)) if i not in columns]
+            ones = [i for i, factor in columns.items() if factor is None]
+            assert not missing
+            if ones:
+                x = torch.cat([x, x.new_ones(()).expand(*x.shape[:-1], len(ones))], dim=-1)
+            tap = partial(_grouped_tap, x.detach(), arrange)
+            self.of[n].append(Recorded(edge, tap, source if self._keep else None))
+
+    def elementwise(
+        self, outputs: Tensor, factors: Sequence[tuple[Tensor | None, "Elementwise"]]
+    ) -> None:
+        """outputs = Σ_p P ⊙ x_p for pairs of P and x_p."""
+        found = self._by_unit(outputs, factors)
+        edge = self._edge(outputs) if found else 0
+        for n, columns in found.items():
+            tap = partial(_elementwise_tap, self.units[n], columns, self.examples)
+            self.of[n].append(Recorded(edge, tap))
+
+    def by_module(self, site: Site, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
+        """A call of a module whose adapter says itself what its parameters are multiplied with."""
+        for use in site.adapter.uses(site.module, args, kwargs, output):  # type: ignore[attr-defined]
+            factors = [(site.module._parameters[name], x) for name, x in use.inputs.items()]
+            self.product(use.outputs, factors, use.arrange)
+
+    def _by_unit(
+        self, outputs: Tensor, factors: Sequence[tuple[Tensor | None, Any]]
+    ) -> dict[int, dict[int, Any]]:
+        """For every unit that is used, what each of its parameters is multiplied with."""
+        found: dict[int, dict[int, Any]] = {}
+        if not outputs.requires_grad:  # no gradient goes through it
+            return found
+        for p, x in factors:
+            if p is not None and id(p) in self._place:
+                n, i = self._place[id(p)]
+                found.setdefault(n, {})[i] = x
+        return found
+
+    def _edge(self, outputs: Tensor) -> int:
+        self.edges.append(get_gradient_edge(outputs))
+        self.outputs.append(outputs.shape)
+        self._like.append(outputs.new_empty(0))
+        return len(self.edges) - 1
+
+    def _columns(self, unit: Unit, columns: dict[int, Factor], outputs: Tensor) -> Tensor | Inputs:
+        """ā, (examples, places, columns), with zeros for parameters that this use does without."""
+        parts: list[Tensor | Inputs] = []
+        lead = by_example(outputs.detach(), self.examples)
+        for i, p in enumerate(unit.parameters):
+            x = columns.get(i)
+            if isinstance(x, Tensor):
+                parts.append(by_example(x.detach(), self.examples))
+            elif x is not None:
+                parts.append(x)
+            else:
+                value = 1.0 if i in columns else 0.0
+                width = p.numel() // unit.rows
+                parts.append(lead.new_full((), value).expand(*lead.shape[:2], width))
+        if len(parts) == 1:
+            return parts[0]
+        first, *rest = parts
+        tensors = [x for x in rest if isinstance(x, Tensor)]
+        if isinstance(first, Tensor):
+            return torch.cat([first, *tensors], dim=-1)
+        return Augmented(first, tensors)
+
+    def _source(self, factors: Sequence[tuple[Tensor | None, Factor]]) -> Tensor | None:
+        if not self._keep:
+            return None
+        return next((x for _, x in factors if isinstance(x, Tensor)), None)
 
 
-def _places(x: Tensor) -> Tensor:
-    """(examples, places, features) from (examples, …, features), or from the features of one example."""
-    if x.dim() == 1:
-        return x.view(1, 1, -1)
-    return x.reshape(len(x), -1, x.shape[-1])
+@dataclass(frozen=True)
+class Augmented:
+    """Inputs with further columns that are the same at every place, such as the ones of a bias."""
+
+    inputs: Inputs
+    columns: list[Tensor]  # (examples, places, …) each
+
+    @property
+    def shape(self) -> torch.Size:
+        """(examples, places, columns)."""
+        width = sum(x.shape[-1] for x in self.columns)
+        return torch.Size((*self.inputs.shape[:2], self.inputs.shape[2] + width))
+
+    def all(self) -> Tensor:
+        """ā."""
+        return torch.cat([self.inputs.all(), *self.columns], dim=-1)
+
+    def rows(self) -> Tensor:
+        """As many vectors as the inputs have."""
+        rows = self.inputs.rows()
+        assert isinstance(rows, Tensor)
+        return torch.cat([rows, *(x[0, 0].expand(len(rows), -1) for x in self.columns)], dim=-1)
+
+    def select(self, index: slice) -> "Augmented":
+        """The inputs of some of the examples."""
+        return Augmented(self.inputs.select(index), [x[index] for x in self.columns])
 
 
-@contextmanager
-def record_uses(sites: Sequence[Site], units: int) -> Iterator[Uses]:
-    """Record the uses of a forward pass inside this context."""
-    uses, thread = Uses(units), threading.get_ident()
+def _has_examples(shape: torch.Size, examples: int) -> bool:
+    return examples in shape[:2] or (len(shape) > 0 and shape[0] % max(examples, 1) == 0)
 
-    def recorder(site: Site) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
-            if threading.get_ident() == thread:
-                uses.record(site, args, kwargs, output)
 
-        return hook
+def _product_tap(x: Tensor | Inputs, arrange: Arrange | None, examples: int, g: Tensor) -> Tap:
+    return Tap(x, by_example(g if arrange is None else arrange(g), examples))
 
-    # Before other hooks, which may return something else than the module did.
-    handles = [
-        s.module.register_forward_hook(recorder(s), with_kwargs=True, prepend=True) for s in sites
+
+def _transposed_tap(
+    x: Tensor | Inputs,
+    padding: tuple[int, int],
+    counts: Tensor | None,
+    examples: int,
+    g: Tensor,
+) -> Tap:
+    grads = by_example(g, examples) if counts is None else g.unsqueeze(1).expand(*counts.shape, -1)
+    if any(padding):  # columns of V that this use does without
+        grads = torch.nn.functional.pad(grads, padding)
+    return Tap(x, grads, counts, transposed=True)
+
+
+def _grouped_tap(x: Tensor, arrange: Arrange, g: Tensor) -> GroupedTap:
+    return GroupedTap(x, arrange(g))
+
+
+def _elementwise_tap(
+    unit: Unit, columns: dict[int, Elementwise], examples: int, g: Tensor
+) -> AnyTap:
+    values = [
+        columns[i].gradients(g, p, examples) if i in columns else None
+        for i, p in enumerate(unit.parameters)
     ]
-    try:
-        yield uses
-    finally:
-        for handle in handles:
-            handle.remove()
+    only = values[0]
+    plain = only is not None and len(values) == 1 and columns[0].x is None
+    if plain and only is not None and unit.shape[1] > 1 and columns[0].derived is None:
+        # Every row of V was added once: V looked up at all its rows, as an embedding is.
+        rows, width = unit.shape
+        hot = OneHot(torch.arange(rows, device=g.device).expand(len(only), rows), rows, g.dtype)
+        return Tap(hot, only.reshape(len(only), rows, width), transposed=True)
+    return ElementwiseTap(unit.join_examples(values))

@@ -1,0 +1,104 @@
+"""What the first pass shows: how parameters that no adapter describes are used, and which block fits them.
+
+A parameter that is used by functions that K-FAC understands gets the block for uses of that kind. One that
+is used in another way gets a diagonal block, from its gradient alone. So does one whose layer uses it in
+another way than its adapter says, unless it is small.
+"""
+
+import warnings
+from dataclasses import replace
+
+import torch
+
+from kronfac.curvature import (
+    AnyTap,
+    Block,
+    DenseBlock,
+    DiagonalBlock,
+    ElementwiseTap,
+    GroupedTap,
+    KroneckerBlock,
+    OneHot,
+    Tap,
+)
+from kronfac.network.blocks import Kind
+from kronfac.network.functions import SeeFunctions, record_uses
+from kronfac.network.network import Network
+from kronfac.network.program import Pass
+from kronfac.network.unit import Unit
+
+
+def discover(network: Network, part: Pass) -> Network:
+    """The network with a block for every unit that fits how it is used in this pass."""
+    if network.discovered:
+        return network
+    with (
+        torch.enable_grad(),
+        record_uses(network.sites, network.units, part.examples) as seen,
+    ):
+        part.run(network.model)
+    units = [
+        _unit(network, n, unit, seen) if unit.observed else unit
+        for n, unit in enumerate(network.units)
+    ]
+    for old, new in zip(network.units, units, strict=True):
+        if old.chosen and old.observed and not new.observed:
+            names = ", ".join(map(repr, new.names))
+            warnings.warn(
+                f"KFAC does not see all uses of {names} as products with it: {new.why}. It gets a diagonal "
+                "curvature block. Call the module instead of using its weight, or tell kronfac.register "
+                "how the parameters are used.",
+                UserWarning,
+                stacklevel=2,
+            )
+    return replace(network, units=units, discovered=True)
+
+
+def _unit(network: Network, number: int, unit: Unit, seen: SeeFunctions) -> Unit:
+    unseen = [seen.unseen[id(p)] for p in unit.parameters if id(p) in seen.unseen]
+    if unseen:
+        return _unobserved(unit, f"used in torch's {unseen[0]}, which KFAC does not understand")
+    if not seen.uses.of[number]:
+        # One with an adapter may be used by other examples.
+        return unit if unit.chosen else _unobserved(unit, "no use of it is seen")
+    zeros: list[torch.Tensor | None] = [None] * len(seen.uses.edges)
+    taps = seen.uses.taps(number, zeros)
+    if unit.chosen and _fits(unit.block, taps):
+        return unit
+    kind = _kind(taps)
+    # Whatever the uses are, a dense block takes their gradients.
+    block = network.blocks.choose(kind, *unit.shape)
+    if not _fits(block, taps) or (kind == "mixed" and isinstance(block, DiagonalBlock)):
+        return _unobserved(unit, "used in several ways that have no block in common")
+    return replace(unit, block=block)
+
+
+def _unobserved(unit: Unit, why: str) -> Unit:
+    return replace(unit, block=DiagonalBlock(), observed=False, why=why)
+
+
+def _kind(taps: list[AnyTap]) -> Kind:
+    """The kind of use that all of these are."""
+    kinds = {_kind_of(tap) for tap in taps}
+    both_ways = len({tap.transposed for tap in taps if isinstance(tap, Tap)}) > 1
+    return "mixed" if both_ways or len(kinds) > 1 else kinds.pop()
+
+
+def _kind_of(tap: AnyTap) -> Kind:
+    if isinstance(tap, GroupedTap):
+        return "grouped"
+    if isinstance(tap, ElementwiseTap):
+        return "elementwise"
+    if isinstance(tap.inputs, OneHot):
+        return "embedding"
+    return "matrix"
+
+
+def _fits(block: Block, taps: list[AnyTap]) -> bool:
+    """Whether a block can be estimated from uses of this kind."""
+    if isinstance(block, (DenseBlock, DiagonalBlock)):
+        return True
+    if not isinstance(block, KroneckerBlock):
+        return True  # one from outside, which knows what it does
+    products = [tap for tap in taps if isinstance(tap, Tap)]
+    return len(products) == len(taps) and len({tap.transposed for tap in products}) == 1

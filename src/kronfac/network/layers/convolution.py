@@ -1,0 +1,183 @@
+"""Convolutions: at every place the weight, as a matrix (out, in / groups · kernel), times a patch.
+
+A is taken from a sample of the places, G from all of them. A quarter of the patches is as good for A as all
+of them are, and to unfold them all would take many times the memory of the activations.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kronfac.network.adapter import Layer, register
+from kronfac.network.blocks import Kind
+from kronfac.network.functions import SeeFunctions, observes
+
+PLACES = 1 / 4
+"""The share of places that A is taken from: as good as all of them."""
+LEAST_ROWS = 2048
+"""Patches that A is taken from at the least, if there are as many."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How patches are cut out of an image."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    def windows(self, x: Tensor) -> Tensor:
+        """Patches of a padded input: a view (examples, *places, channels, *kernel)."""
+        dims = len(self.kernel)
+        sizes = [
+            (length - d * (k - 1) - 1) // s + 1
+            for length, k, s, d in zip(
+                x.shape[2:], self.kernel, self.stride, self.dilation, strict=True
+            )
+        ]
+        inner = x.stride()[2:]
+        strides = [
+            x.stride(0),
+            *(a * s for a, s in zip(inner, self.stride, strict=True)),
+            x.stride(1),
+            *(a * d for a, d in zip(inner, self.dilation, strict=True)),
+        ]
+        assert len(sizes) == dims
+        return x.as_strided((len(x), *sizes, x.shape[1], *self.kernel), strides, x.storage_offset())
+
+
+@dataclass(frozen=True)
+class Patches:
+    """The patches of an input, cut out when they are asked for."""
+
+    x: Tensor  # (examples, channels, …), padded
+    geometry: Geometry
+
+    @property
+    def shape(self) -> torch.Size:
+        """(examples, places, columns)."""
+        windows = self.geometry.windows(self.x)
+        dims = len(self.geometry.kernel)
+        places = windows.shape[1 : 1 + dims].numel()
+        return torch.Size((len(windows), places, windows.shape[1 + dims :].numel()))
+
+    def all(self) -> Tensor:
+        """All of them, (examples, places, columns)."""
+        return self.geometry.windows(self.x).reshape(self.shape)
+
+    def rows(self) -> Tensor:
+        """Some of them, (vectors, columns): evenly spaced places, each shifted from example to example."""
+        examples, places, columns = self.shape
+        step = self._step(examples, places)
+        if step == 1:
+            return self.all().flatten(0, 1)
+        windows = self.geometry.windows(self.x)
+        dims = len(self.geometry.kernel)
+        n = torch.arange(examples, device=self.x.device)[:, None]
+        place = (torch.arange(places // step, device=self.x.device) * step + n % step).flatten()
+        index = [n.expand(-1, places // step).flatten()]
+        for size in reversed(windows.shape[1 : 1 + dims]):
+            index.insert(1, place % size)
+            place = place // size
+        return windows[tuple(index)].reshape(-1, columns)
+
+    def _step(self, examples: int, places: int) -> int:
+        """Of how many places one is taken."""
+        wanted = max(PLACES * places, min(LEAST_ROWS / examples, places))
+        return max(int(places / wanted), 1)
+
+    def select(self, index: slice) -> "Patches":
+        """The patches of some of the examples."""
+        return replace(self, x=self.x[index])
+
+
+def _tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    return (value,) * dims if isinstance(value, int) else tuple(value) * (dims // len(value))
+
+
+def _padded(x: Tensor, padding: str | int | Sequence[int], geometry: Geometry) -> Tensor:
+    """The input with zeros around it."""
+    dims = len(geometry.kernel)
+    if padding == "valid":
+        return x
+    if isinstance(padding, str):  # "same": the odd one of them goes to the end
+        total = [d * (k - 1) for d, k in zip(geometry.dilation, geometry.kernel, strict=True)]
+        sides = [(t // 2, t - t // 2) for t in total]
+    else:
+        sides = [(p, p) for p in _tuple(padding, dims)]
+    if not any(map(any, sides)):
+        return x
+    return functional.pad(x, [side for pair in reversed(sides) for side in pair])
+
+
+def _observe(
+    function: Callable[..., Tensor],
+    dims: int,
+    see: SeeFunctions,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    outputs = function(input, weight, bias, stride, padding, dilation, groups)
+    if (derived := see.derived(weight)) is not None:
+        see.give_up(derived.roots, function)
+    if see.parameter(weight) is None and see.parameter(bias) is None:
+        return outputs
+    geometry = Geometry(tuple(weight.shape[2:]), _tuple(stride, dims), _tuple(dilation, dims))
+    batched = input if input.dim() == dims + 2 else input.unsqueeze(0)
+    x = _padded(batched.detach(), padding, geometry)
+    factors = [see.parameter(weight), see.parameter(bias)]
+    if groups == 1:
+        patches = Patches(x, geometry)
+        see.uses.product(
+            outputs, [(factors[0], patches), (factors[1], None)], partial(_last, dims=dims), input
+        )
+        return outputs
+    # (examples, groups · channels, …) → (groups, examples, places, channels · kernel)
+    apart = x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)
+    columns = Patches(apart, geometry).all().unflatten(0, (groups, -1))
+    see.uses.grouped(
+        outputs,
+        [(factors[0], columns), (factors[1], None)],
+        partial(_by_group, groups=groups, dims=dims),
+        input,
+    )
+    return outputs
+
+
+def _last(g: Tensor, dims: int) -> Tensor:
+    """(examples, places, channels) from (examples, channels, …)."""
+    g = g if g.dim() == dims + 2 else g.unsqueeze(0)
+    last: Tensor = g.flatten(2).mT
+    return last
+
+
+def _by_group(g: Tensor, groups: int, dims: int) -> Tensor:
+    """(groups, examples, places, channels / groups) from (examples, channels, …)."""
+    grouped: Tensor = _last(g, dims).unflatten(-1, (groups, -1)).movedim(-2, 0)
+    return grouped
+
+
+for _dims, _function in enumerate((torch.conv1d, torch.conv2d, torch.conv3d), start=1):
+    observes(_function)(partial(_observe, _function, _dims))
+
+
+class ConvolutionAdapter(Layer):
+    """A convolution: small ones and those in groups have dense blocks."""
+
+    def kind_of(self, module: nn.Module) -> Kind:
+        """By its groups."""
+        return "convolution" if module.groups == 1 else "grouped"
+
+
+for _type in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+    register(_type, ConvolutionAdapter(), subclasses=True)

@@ -1,0 +1,146 @@
+"""Embeddings: every lookup is Vᵀ e_i, for the unit vector of an index i.
+
+The second moments of the unit vectors are a diagonal, of how often every index comes up: never a matrix of
+vocabulary times vocabulary.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kronfac.curvature import OneHot
+from kronfac.errors import UnsupportedModelError
+from kronfac.network.adapter import Layer, register
+from kronfac.network.blocks import Kind
+from kronfac.network.by_example import by_example
+from kronfac.network.functions import SeeFunctions, observes
+
+
+@observes(functional.embedding)
+def _embedding(
+    see: SeeFunctions,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    outputs = functional.embedding(
+        input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+    )
+    if see.parameter(weight) is None:
+        see.follow(functional.embedding, (weight, input), {}, outputs)
+        return outputs
+    _refuse(sparse, scale_grad_by_freq)
+    scale = None
+    if padding_idx is not None:  # it gets no gradient
+        scale = (input != padding_idx % len(weight)).to(weight.dtype)
+    _record(see, outputs, weight, input, scale)
+    return outputs
+
+
+def _record(
+    see: SeeFunctions, outputs: Tensor, weight: Tensor, indices: Tensor, scale: Tensor | None
+) -> None:
+    index, factor = (
+        None if t is None else by_example(t.unsqueeze(-1), see.uses.examples).squeeze(-1)
+        for t in (indices, scale)
+    )
+    assert index is not None
+    see.uses.transposed(outputs, weight, OneHot(index, len(weight), weight.dtype, factor))
+
+
+def _refuse(sparse: bool, by_frequency: bool) -> None:
+    if sparse:
+        raise UnsupportedModelError(
+            "KFAC needs dense gradients, but an embedding was made with sparse=True, whose gradients are "
+            "sparse. Make it with sparse=False; its curvature is kept as a diagonal over the vocabulary."
+        )
+    if by_frequency:
+        raise UnsupportedModelError(
+            "KFAC needs gradients of the loss, but an embedding was made with scale_grad_by_freq=True, "
+            "which divides them by counts of the mini-batch. Make it without."
+        )
+
+
+@observes(functional.embedding_bag)
+def _embedding_bag(
+    see: SeeFunctions,
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    given: tuple[Any, ...] = (offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse)
+    rest: tuple[Any, ...] = (per_sample_weights, include_last_offset, padding_idx)
+    outputs = functional.embedding_bag(input, weight, *given, *rest)
+    if see.parameter(weight) is None:
+        return outputs
+    _refuse(sparse, scale_grad_by_freq)
+    if mode == "max":
+        see.give_up([weight], functional.embedding_bag)
+        return outputs
+    # By hand, so that every lookup is seen with the gradient of its bag.
+    bags, counted = _bags(input, offsets, include_last_offset, len(outputs))
+    scale = counted if padding_idx is None else counted & (input.flatten() != padding_idx)
+    factor = scale.to(weight.dtype)
+    if per_sample_weights is not None:
+        factor = factor * per_sample_weights.detach().flatten()
+    elif mode == "mean":
+        sizes = factor.new_zeros(len(outputs)).index_add_(0, bags, factor)
+        factor = factor / sizes.clamp(min=1)[bags]
+    index, scales, filled = _in_rows(input.flatten(), factor, bags, len(outputs))
+    hot = OneHot(index, len(weight), weight.dtype, scales)
+    see.uses.transposed(outputs, weight, hot, counts=filled)
+    return outputs
+
+
+def _bags(input: Tensor, offsets: Tensor | None, last: bool, bags: int) -> tuple[Tensor, Tensor]:
+    """The bag of every index, and whether it is in one."""
+    if offsets is None:
+        numbers = torch.arange(len(input), device=input.device).repeat_interleave(input.shape[1])
+    else:
+        starts = offsets[:-1] if last else offsets
+        places = torch.arange(input.numel(), device=input.device)
+        numbers = torch.searchsorted(starts, places, right=True) - 1
+    return numbers.clamp(min=0, max=bags - 1), numbers >= 0
+
+
+def _in_rows(
+    indices: Tensor, factor: Tensor, bags: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices and factors as (bags, longest bag), and which of the places are filled."""
+    sizes = torch.bincount(bags, minlength=count)
+    longest = max(int(sizes.max()), 1) if len(sizes) else 1
+    starts = sizes.cumsum(0) - sizes
+    place = torch.arange(len(indices), device=indices.device) - starts[bags]
+    index = indices.new_zeros(count, longest)
+    scales = factor.new_zeros(count, longest)
+    filled = torch.zeros_like(index, dtype=torch.bool)
+    index[bags, place], scales[bags, place], filled[bags, place] = indices, factor, True
+    return index, scales, filled
+
+
+class EmbeddingAdapter(Layer):
+    """A table whose rows are looked up."""
+
+    kind: ClassVar[Kind] = "embedding"
+
+    def groups(self, module: nn.Module) -> list[tuple[str, ...]]:
+        """The weight."""
+        return [("weight",)]
+
+
+for _type in (nn.Embedding, nn.EmbeddingBag):
+    register(_type, EmbeddingAdapter(), subclasses=True)

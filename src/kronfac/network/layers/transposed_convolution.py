@@ -1,0 +1,120 @@
+"""Transposed convolutions: at every place of the output, a patch of the stretched input times the weight.
+
+A transposed convolution is the convolution with stride 1 of its input, stretched by its stride with zeros
+in between, with the kernel turned round. Seen that way its weight, stored as (in, out / groups, kernel), is
+a matrix (out, in / groups · kernel) that is multiplied with patches.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kronfac.network.adapter import Layer, register
+from kronfac.network.blocks import Kind
+from kronfac.network.functions import SeeFunctions, observes
+from kronfac.network.layers.convolution import Geometry, Patches, _by_group, _last, _tuple
+
+
+def _stretched(
+    x: Tensor,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    extra: tuple[int, ...],
+) -> Tensor:
+    """The input with zeros between its places and around it."""
+    sizes = [(length - 1) * s + 1 for length, s in zip(x.shape[2:], stride, strict=True)]
+    wide = x.new_zeros(*x.shape[:2], *sizes)
+    wide[(slice(None), slice(None), *(slice(None, None, s) for s in stride))] = x
+    sides = [d * (k - 1) - p for d, k, p in zip(dilation, kernel, padding, strict=True)]
+    both = [side for s, e in reversed(list(zip(sides, extra, strict=True))) for side in (s, s + e)]
+    return functional.pad(wide, both)  # negative sides cut off
+
+
+def _turned(patches: Tensor, kernel: tuple[int, ...]) -> Tensor:
+    """Patches (…, channels · kernel) with the kernel turned round."""
+    dims = range(-len(kernel), 0)
+    turned: Tensor = patches.unflatten(-1, (-1, *kernel)).flip(*dims).flatten(-len(kernel) - 1)
+    return turned
+
+
+class TurnedPatches(Patches):
+    """Patches with the kernel turned round."""
+
+    def all(self) -> Tensor:
+        """All of them, (examples, places, columns)."""
+        return _turned(super().all(), self.geometry.kernel)
+
+    def rows(self) -> Tensor:
+        """Some of them."""
+        rows = super().rows()
+        examples, places, _ = self.shape
+        # `Patches.rows` asks `all` if there are few.
+        few = self._step(examples, places) == 1
+        return rows if few else _turned(rows, self.geometry.kernel)
+
+
+def _observe(
+    function: Callable[..., Tensor],
+    dims: int,
+    see: SeeFunctions,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Tensor:
+    outputs = function(input, weight, bias, stride, padding, output_padding, groups, dilation)
+    if (derived := see.derived(weight)) is not None:
+        see.give_up(derived.roots, function)
+    own_weight, own_bias = see.parameter(weight), see.parameter(bias)
+    if own_weight is None and own_bias is None:
+        return outputs
+    if own_weight is not None and not see.uses.swapped(own_weight):
+        see.give_up([own_weight], function)
+        own_weight = None
+    kernel = tuple(weight.shape[2:])
+    arguments = (_tuple(a, dims) for a in (stride, padding, dilation, output_padding))
+    batched = input if input.dim() == dims + 2 else input.unsqueeze(0)
+    x = _stretched(batched.detach(), kernel, *arguments)
+    geometry = Geometry(kernel, (1,) * dims, _tuple(dilation, dims))
+    if groups == 1:
+        factors = [(own_weight, TurnedPatches(x, geometry)), (own_bias, None)]
+        see.uses.product(outputs, factors, partial(_last, dims=dims), input)
+        return outputs
+    apart = x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)
+    columns = TurnedPatches(apart, geometry).all().unflatten(0, (groups, -1))
+    arrange = partial(_by_group, groups=groups, dims=dims)
+    see.uses.grouped(outputs, [(own_weight, columns), (own_bias, None)], arrange, input)
+    return outputs
+
+
+_FUNCTIONS = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+for _dims, _function in enumerate(_FUNCTIONS, start=1):
+    observes(_function)(partial(_observe, _function, _dims))
+
+
+class TransposedConvolutionAdapter(Layer):
+    """A transposed convolution: small ones and those in groups have dense blocks."""
+
+    def kind_of(self, module: nn.Module) -> Kind:
+        """By its groups."""
+        return "convolution" if module.groups == 1 else "grouped"
+
+    def swapped(self, module: nn.Module) -> int:
+        """Its groups."""
+        groups = module.groups
+        assert isinstance(groups, int)
+        return groups
+
+
+for _type in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
+    register(_type, TransposedConvolutionAdapter(), subclasses=True)
