@@ -2,7 +2,7 @@
 
 A `TorchFunctionMode`, which is this thread's alone, sees them: another thread that evaluates the model
 meanwhile is not seen, and sees nothing. A function's observer computes the same as the function and records
-the uses of parameters in it. Functions that compute several products inside, such as attention, are computed
+the uses of parameters in it. Functions that compute several products inside, such as attention, are run
 step by step, so that each is seen. What a parameter goes through before it is used (slices, reshapes,
 exponentials, anything of parameters alone) is followed: what results is *derived*.
 """
