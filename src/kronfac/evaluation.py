@@ -18,6 +18,7 @@ from kronfac.linalg import OuterProduct
 from kronfac.linearization.by_hand import outputs_at
 from kronfac.network import Batch, Matrices, Network, RandomState, dot, record, replay
 from kronfac.network.chain import chain_network
+from kronfac.network.division import arrange
 from kronfac.precision import Context
 
 LOSS_TOLERANCE = 64
@@ -211,6 +212,7 @@ def evaluate(
             returned = call()
         batch = recording.batch()
         network.buffers.note_writes(versions)
+        batch = arrange(network, batch)
     if inverse.couples and not network.links:
         with network.buffers.preserved():
             network = chain_network(network, batch.passes[0])

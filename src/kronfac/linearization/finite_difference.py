@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kronfac.network import Matrices, Network, Pass, dot
+from kronfac.network.side_effects import unseen_writes
 
 
 @torch.no_grad()
@@ -22,9 +23,10 @@ def jvp(network: Network, part: Pass, directions: Sequence[Matrices]) -> list[Te
     for direction in directions:
         norm = float(dot(direction, direction)) ** 0.5
         epsilon = precision * size / norm if norm > 0 else 1.0
-        with network.displaced(direction, epsilon):
-            above = part.run(network.model)
-        with network.displaced(direction, -epsilon):
-            below = part.run(network.model)
+        with unseen_writes(network.parameters):
+            with network.displaced(direction, epsilon):
+                above = part.run(network.model)
+            with network.displaced(direction, -epsilon):
+                below = part.run(network.model)
         found.append([(a - b) / (2 * epsilon) for a, b in zip(above, below, strict=True)])
     return [torch.stack(tangents) for tangents in zip(*found, strict=True)]

@@ -2,10 +2,10 @@
 
 from kronfac.network.adapter import Adapter, Use, register
 from kronfac.network.find import Other, Site, find_units
+from kronfac.network.hooks import record
 from kronfac.network.linear import LinearAdapter
 from kronfac.network.network import Network
 from kronfac.network.program import Batch, LossCall, ModelCall, Pass, Ref
-from kronfac.network.recorder import record
 from kronfac.network.side_effects import Buffers, RandomState, replay, restore
 from kronfac.network.subset import sizes, subsets
 from kronfac.network.unit import Unit
