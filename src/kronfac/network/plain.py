@@ -17,6 +17,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpoints
 
+from kronfac.network.lstm import lstm
+
 Function = Callable[..., Any]
 
 
@@ -56,8 +58,8 @@ class PlainKernels(TorchFunctionMode):
             return _attention(*args, **kwargs)
         if func == functional.multi_head_attention_forward:
             return _multi_head_attention(*args, **kwargs)
-        if func == torch.lstm and not isinstance(args[1], Tensor):  # else it is packed already
-            return _lstm(*args, **kwargs)
+        if func == torch.lstm:
+            return lstm(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -91,36 +93,6 @@ def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | N
     call: Function = functional.multi_head_attention_forward
     outputs, weights = call(*args, **{**kwargs, "need_weights": True})
     return outputs, weights if kwargs.get("need_weights", True) else None
-
-
-def _lstm(
-    x: Tensor,
-    hx: Any,
-    weights: Any,
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sequences of equal length as packed ones, for which oneDNN has no kernel."""
-    x = x.transpose(0, 1) if batch_first else x
-    length, examples = x.shape[:2]
-    sizes = torch.full((length,), examples)  # on the CPU, wherever x is
-    packed, h, c = torch.lstm(
-        x.reshape(length * examples, -1),
-        sizes,
-        hx,
-        weights,
-        has_biases,
-        layers,
-        dropout,
-        train,
-        bidirectional,
-    )
-    outputs = packed.view(length, examples, -1)
-    return outputs.transpose(0, 1) if batch_first else outputs, h, c
 
 
 # --------------------------------------------------------------------------------------- checkpoints
