@@ -120,8 +120,14 @@ class Gated(nn.Module):
         return self.linear(x + self.gate * x.mean(dim=0))
 
 
-def test_a_gate_that_is_still_closed_does_not_hide_that_examples_depend_on_each_other():
-    model = Gated()
+class NotCopied(Gated):
+    def __deepcopy__(self, memo: object) -> nn.Module:
+        raise TypeError("holds a file")
+
+
+@pytest.mark.parametrize("kind", [Gated, NotCopied])
+def test_a_gate_that_is_still_closed_does_not_hide_that_examples_depend_on_each_other(kind):
+    model = kind()
     before = [p.detach().clone() for p in model.double().parameters()]
     versions = [p._version for p in model.parameters()]
     network, batch = recorded(model, lambda m: m(normal(6, 4)), labels(6))
@@ -161,10 +167,15 @@ class Trimmed(nn.Module):
         return self.linear(x[:, : mask.shape[1]]) * mask[:, :, None]
 
 
+def among_themselves(model: nn.Module) -> Tensor:
+    z = model(normal(6, 4))
+    return z @ z.mT
+
+
 WHOLE = {
     "similarities among themselves": (
         lambda: mlp([4, 5, 6]),
-        lambda m: m(normal(6, 4)).mul(1).matmul(m(normal(6, 4)).mT),
+        among_themselves,
         6,
     ),
     "normalised over examples": (

@@ -5,6 +5,7 @@ that are moved at random, so that nothing is independent of other examples only 
 zero. What fails this, in any way, is used whole.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -158,34 +159,46 @@ def _signature(part: Pass, sizes: Sequence[int]) -> object:
 
 @torch.no_grad()
 def _try(network: Network, part: Pass) -> str:
-    with NoDropout(), _moved(network):
-        whole = part.run(network.model)
+    with NoDropout(), _moved(network) as model:
+        whole = part.run(model)
         for name, division in DIVISIONS.items():
-            if _divides(network, replace(part, dim=division.dim), division, whole):
+            if _divides(model, replace(part, dim=division.dim), division, whole):
                 return name
     return "whole"
 
 
 @contextmanager
-def _moved(network: Network) -> Iterator[None]:
-    """Parameters of no particular value; then θ again, to the bit."""
-    generator = torch.Generator().manual_seed(0)
-    parameters = network.parameters
-    kept = [p.detach().clone() for p in parameters]
+def _moved(network: Network) -> Iterator[nn.Module]:
+    """The model with parameters of no particular value: a copy, so that other threads see none of it.
+
+    A model that can't be copied is moved itself, and put back to the bit.
+    """
+    try:
+        model = copy.deepcopy(network.model)
+    except (RuntimeError, TypeError, AttributeError, NotImplementedError):
+        model = network.model
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    kept = [p.detach().clone() for p in parameters] if model is network.model else []
     try:
         with unseen_writes(parameters):
-            for p in parameters:
-                size = MOVED / max(p[0].numel(), 1) ** 0.5 if p.dim() > 1 else MOVED
-                noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-                p.add_(noise.to(p.device), alpha=size)
-        yield
+            _move(parameters)
+        yield model
     finally:
-        with unseen_writes(parameters):
-            for p, value in zip(parameters, kept, strict=True):
-                p.copy_(value)
+        if kept:
+            with unseen_writes(parameters):
+                for p, value in zip(parameters, kept, strict=True):
+                    p.copy_(value)
 
 
-def _divides(network: Network, part: Pass, division: Division, whole: Sequence[Tensor]) -> bool:
+def _move(parameters: Sequence[nn.Parameter]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for p in parameters:
+        size = MOVED / max(p[0].numel(), 1) ** 0.5 if p.dim() > 1 else MOVED
+        noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        p.add_(noise.to(p.device), alpha=size)
+
+
+def _divides(model: nn.Module, part: Pass, division: Division, whole: Sequence[Tensor]) -> bool:
     """Whether some of the examples have the outputs that they had among all."""
     examples = part.examples
     if examples < 2 or any(terms.count % examples or not terms.count for terms in part.terms):
@@ -200,7 +213,7 @@ def _divides(network: Network, part: Pass, division: Division, whole: Sequence[T
         index = torch.tensor(trial)
         try:
             some = select(part, index, division)
-            outputs = some.run(network.model)
+            outputs = some.run(model)
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
             return False
         for terms, before, z, all_ in zip(some.terms, part.terms, outputs, whole, strict=True):
