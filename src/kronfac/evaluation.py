@@ -19,6 +19,7 @@ from kronfac.linearization.by_hand import outputs_at
 from kronfac.network import Batch, Matrices, Network, RandomState, dot, record, replay
 from kronfac.network.chain import chain_network
 from kronfac.network.discovery import discover
+from kronfac.network.division import arrange
 from kronfac.precision import Context
 
 LOSS_TOLERANCE = 64
@@ -215,9 +216,10 @@ def evaluate(
             returned = call()
         batch = recording.batch()
         network.buffers.note_writes(versions)
-    if not found and not network.discovered:
-        with network.buffers.preserved():
-            network = discover(network, batch.passes[0])
+        batch = arrange(network, batch)
+        if not network.discovered:
+            with network.buffers.preserved():
+                network = discover(network, batch.passes[0])
     if inverse.couples and not network.links:
         with network.buffers.preserved():
             network = chain_network(network, batch.passes[0])

@@ -14,6 +14,7 @@ from kronfac.linearization import ByHand, Trace, Traced, linearize
 from kronfac.linearization.by_hand import outputs_at, trace_call, trace_of
 from kronfac.linearization.elementwise import ELEMENTWISE
 from kronfac.network import Batch, LossCall, ModelCall, Pass, Ref, subsets
+from kronfac.network.division import Division, select
 from kronfac.network.program import Operation
 from kronfac.network.side_effects import RandomState
 from tests.conftest import batch, network_of
@@ -292,7 +293,7 @@ def test_the_trace_of_some_examples_is_part_of_that_of_all(index: range | list[i
     (part,) = batch(network, x).passes
     kept = replace(part, steps=(replace(part.calls[0], trace=trace(model, x)),))
     chosen = index if isinstance(index, range) else torch.tensor(index)
-    fewer = kept.select(chosen, every=True)
+    fewer = select(kept, chosen, Division())
     found = trace_of(network, fewer)
     assert isinstance(found, Trace)
     assert found is fewer.calls[0].trace

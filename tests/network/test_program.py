@@ -6,8 +6,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from kronfac.network import Batch, LossCall, ModelCall, Network, Pass, Ref, record, sizes, subsets
+from kronfac.network.division import Division, select, slicing
 from kronfac.network.program import Operation
-from kronfac.network.subset import slicing
 from kronfac.objective import Categorical, Gaussian, objective_of
 from tests.conftest import ALGEBRA, batch, mlp, network_of, normal, seeded
 
@@ -162,7 +162,7 @@ def test_terms_of_an_example_stay_together():
     whole = recording.batch()
     assert whole.examples == 6
     assert whole.passes[0].terms[0].count == 12
-    some = whole.passes[0].select(torch.tensor([1, 4]), every=True)
+    some = select(whole.passes[0], torch.tensor([1, 4]), Division())
     assert some.examples == 2
     (z,) = some.run(model)
     assert_close(z, model(x[[1, 4]]).reshape(-1, 4), **ALGEBRA)

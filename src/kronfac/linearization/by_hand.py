@@ -182,7 +182,7 @@ def _only_call(part: Pass) -> ModelCall | None:
     call = part.steps[0]
     if len(part.steps) != 1 or len(part.losses) != 1 or not isinstance(call, ModelCall):
         return None
-    if call.losses or part.losses[0].input != call.outputs[0]:
+    if call.path or call.losses or part.losses[0].input != call.outputs[0]:
         return None
     return None if part.terms[0].channels and len(part.terms[0].shape) > 2 else call
 

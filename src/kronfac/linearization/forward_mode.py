@@ -1,15 +1,18 @@
-"""J v by forward-mode differentiation: one pass per direction, with dual numbers as parameters."""
+"""J v by forward-mode differentiation: one pass per direction, with dual numbers as parameters.
+
+The parameters themselves become dual numbers, in place and while a pass lasts: so it holds for whatever the
+model's code, or the closure's, does with them.
+"""
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import functional_call
 
 from kronfac.network import Matrices, Network, Pass
+from kronfac.network.plain import PlainKernels
+from kronfac.network.side_effects import unseen_writes
 
 
 @torch.no_grad()
@@ -19,23 +22,18 @@ def jvp(network: Network, part: Pass, directions: Sequence[Matrices]) -> list[Te
     Raises:
         NotImplementedError, RuntimeError: an operation has no forward-mode derivative.
     """
-    names = [name for unit in network.units for name in unit.names]
+    parameters = network.parameters
     found: list[list[Tensor]] = []
     for direction in directions:
+        # At its end all tangents are gone, also if the pass fails.
         with forward_ad.dual_level():
-            duals = {
-                name: forward_ad.make_dual(p.detach(), tangent)
-                for name, p, tangent in zip(
-                    names, network.parameters, network.split(direction), strict=True
-                )
-            }
-            outputs = part.run(partial(_call, network, duals))
+            with unseen_writes(parameters):
+                for p, tangent in zip(parameters, network.split(direction), strict=True):
+                    p.copy_(forward_ad.make_dual(p.detach().clone(), tangent))
+            with PlainKernels():
+                outputs = part.run(network.model)
             found.append([_tangent(z) for z in outputs])
     return [torch.stack(tangents) for tangents in zip(*found, strict=True)]
-
-
-def _call(network: Network, duals: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-    return functional_call(network.model, duals, args, kwargs)
 
 
 def _tangent(z: Tensor) -> Tensor:

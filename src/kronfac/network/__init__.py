@@ -4,10 +4,10 @@ from kronfac.network.adapter import Adapter, Use, register
 from kronfac.network.blocks import Blocks
 from kronfac.network.find import Other, Site, find_units
 from kronfac.network.functions import SeeFunctions, record_uses
+from kronfac.network.hooks import record
 from kronfac.network.layers.linear import LinearAdapter
 from kronfac.network.network import Network
 from kronfac.network.program import Batch, LossCall, ModelCall, Pass, Ref
-from kronfac.network.recorder import record
 from kronfac.network.side_effects import Buffers, RandomState, replay, restore
 from kronfac.network.subset import sizes, subsets
 from kronfac.network.unit import Unit

@@ -1,14 +1,44 @@
 """From what was recorded to passes: loss calls with the steps that their outputs were computed by."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
-from kronfac.network.program import LossCall, ModelCall, Operation, Pass, Ref
+from kronfac.errors import UnsupportedLossError
+from kronfac.network.nested import refs_of
+from kronfac.network.program import LossCall, ModelCall, Operation, Pass
 from kronfac.objective import Objective
 
 Step = ModelCall | Operation
+
+
+@dataclass
+class SeenLoss:
+    """A loss call, and what arrives at it."""
+
+    call: LossCall
+    loss: Tensor | None
+    arrived: Tensor | None = None
+
+    def with_factor(self) -> LossCall | None:
+        """The call with what it counts in the objective; None if nothing arrived at it."""
+        if self.loss is None:
+            return self.call
+        if self.arrived is None:
+            return None
+        factor: float | Tensor = self.arrived
+        if not self.arrived.is_cuda:
+            factor = float(self.arrived)
+            if factor < 0:
+                raise UnsupportedLossError(
+                    "KFAC needs losses that are minimised; one of those that the closure called enters "
+                    f"its objective with the factor {factor:g}, which has no positive curvature. Leave it "
+                    "out, or declare the terms that are minimised with kronfac.observe."
+                )
+        terms = self.call.terms.scaled(factor)
+        return replace(self.call, terms=terms, value=self.loss * self.arrived, factor=factor)
 
 
 def group(steps: Sequence[Step], losses: Sequence[LossCall]) -> tuple[Pass, ...]:
@@ -30,12 +60,20 @@ def group(steps: Sequence[Step], losses: Sequence[LossCall]) -> tuple[Pass, ...]
 def declare(
     steps: Sequence[Step], shapes: dict[int, torch.Size], objective: Objective
 ) -> tuple[Pass, ...]:
-    """Passes without a loss call that was seen: the loss module's curvature at the model's outputs."""
+    """Passes without a loss call that was seen: the loss module's curvature at the model's outputs.
+
+    If parts of the model were called, at the outputs of those that no other part goes on with.
+    """
+    producers = {i: n for n, step in enumerate(steps) for i in _outputs(step)}
+    calls = {n: step for n, step in enumerate(steps) if isinstance(step, ModelCall)}
+    sources = {n: _sources(steps, call, producers) for n, call in calls.items()}
     passes = []
-    for call in steps:
-        if isinstance(call, ModelCall):
-            terms = objective.declare(shapes[call.outputs[0]])
-            passes.append(Pass((call,), (LossCall(call.outputs[0], terms),)))
+    for n, call in calls.items():
+        if any(n in others for others in sources.values()):
+            continue
+        terms = objective.declare(shapes[call.outputs[0]])
+        own = tuple(steps[i] for i in sorted({n} | sources[n]))
+        passes.append(Pass(own, (LossCall(call.outputs[0], terms),)))
     if not objective.mean:
         return tuple(passes)
     # Each call is a micro-batch of the same objective.
@@ -47,19 +85,28 @@ def declare(
 
 def _needed(steps: Sequence[Step], index: int, producers: dict[int, int]) -> set[int]:
     """The steps that a tensor is computed by."""
+    number = producers[index]
+    return {number} | _sources(steps, steps[number], producers)
+
+
+def _sources(steps: Sequence[Step], step: Step, producers: dict[int, int]) -> set[int]:
+    """The steps that what a step is given is computed by."""
     needed: set[int] = set()
-    wanted = [index]
+    wanted = _inputs(step)
     while wanted:
         number = producers[wanted.pop()]
-        if number in needed:
-            continue
-        needed.add(number)
-        step = steps[number]
-        if isinstance(step, Operation):
-            leaves = pytree.tree_leaves((step.args, step.kwargs))
-            wanted += [leaf.index for leaf in leaves if isinstance(leaf, Ref)]
+        if number not in needed:
+            needed.add(number)
+            wanted += _inputs(steps[number])
     return needed
 
 
+def _inputs(step: Step) -> list[int]:
+    written = [before for before, _ in step.written] if isinstance(step, Operation) else []
+    return refs_of((step.args, step.kwargs)) + written
+
+
 def _outputs(step: Step) -> tuple[int, ...]:
-    return step.outputs + (step.losses if isinstance(step, ModelCall) else ())
+    if isinstance(step, ModelCall):
+        return step.outputs + step.losses
+    return step.outputs + tuple(after for _, after in step.written)

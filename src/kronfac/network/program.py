@@ -1,13 +1,13 @@
 """What the user's code did between the model and the loss, so that K-FAC can do it again.
 
-A `Pass` is one micro-batch: the calls of the model, the operations between their outputs and the loss, and
-the loss calls. It can be run with other parameters or on some of the examples. No graph and no activations
-are kept.
+A `Pass` is one micro-batch: the calls of the model or of modules in it, the operations between their
+outputs and the loss, and the loss calls. It can be run with other parameters or on some of the examples.
+No graph and no activations are kept.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,24 +16,22 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from kronfac.network.nested import Ref, fill, tensors_of
+from kronfac.network.plain import own_pass
 from kronfac.network.side_effects import RandomState, replay
 from kronfac.objective import READERS, Terms
+
+__all__ = ["Batch", "LossCall", "ModelCall", "Operation", "Pass", "Ref"]
 
 Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Ref:
-    """Stands for a tensor that an earlier step of the pass computes."""
-
-    index: int
-
-
-@dataclass(frozen=True)
 class ModelCall:
-    """One call of the model."""
+    """One call of the model, or of a module in it."""
 
     args: tuple[Any, ...]
+    """With references to what earlier steps compute."""
     kwargs: dict[str, Any]
     outputs: tuple[int, ...]
     """Indices of the tensors in what it returned."""
@@ -43,11 +41,18 @@ class ModelCall:
     """The generators' state before it, if it drew from them."""
     trace: Any = None
     """What the examples met on their way through the network, if it is kept for several passes."""
+    path: str = ""
+    """Which module was called, as `named_modules` has it; the model itself by default."""
 
-    def run(self, forward: Function) -> Iterator[tuple[int, Tensor]]:
+    def run(self, model: Function, values: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
         """The tensors that it computes, with their indices."""
+        forward: Function = model
+        if self.path:
+            assert isinstance(model, nn.Module)
+            forward = model.get_submodule(self.path)
+        args, kwargs = fill((self.args, self.kwargs), values)
         with replay(self.random), CatchLosses() if self.losses else nullcontext() as caught:
-            outputs = forward(*self.args, **self.kwargs)
+            outputs = forward(*args, **kwargs)
         yield from zip(self.outputs, tensors_of(outputs), strict=True)
         if caught is not None:
             yield from zip(self.losses, caught.inputs, strict=True)
@@ -61,11 +66,19 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[int, ...]
+    written: tuple[tuple[int, int], ...] = ()
+    """What it has written to in place, with views of it: indices from before and from then on."""
+    random: RandomState | None = None
+    """The generators' state before it, if it drew from them."""
 
-    def run(self, values: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def run(self, model: Function, values: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
         """The tensors that it computes, with their indices."""
-        args, kwargs = (fill(given, values) for given in (self.args, self.kwargs))
-        yield from zip(self.outputs, tensors_of(self.function(*args, **kwargs)), strict=True)
+        args, kwargs = fill((self.args, self.kwargs), values)
+        with replay(self.random):
+            result = self.function(*args, **kwargs)
+        yield from zip(self.outputs, tensors_of(result), strict=True)
+        for before, after in self.written:
+            yield after, values[before]
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,8 @@ class Pass:
 
     steps: tuple[ModelCall | Operation, ...]
     losses: tuple[LossCall, ...]
+    dim: int = 0
+    """The dimension that the examples are along, in the tensors that the model was called with."""
 
     @property
     def calls(self) -> list[ModelCall]:
@@ -116,16 +131,16 @@ class Pass:
     @cached_property
     def examples(self) -> int:
         """The length of the first tensor that the model was called with."""
-        call = self.calls[0]
-        for leaf in pytree.tree_leaves((call.args, call.kwargs)):
-            if isinstance(leaf, Tensor) and leaf.dim() > 0:
-                return len(leaf)
+        for call in self.calls:
+            for leaf in pytree.tree_leaves((call.args, call.kwargs)):
+                if isinstance(leaf, Tensor) and leaf.dim() > self.dim:
+                    return leaf.shape[self.dim]
         return self.losses[0].terms.count
 
     @property
     def random(self) -> bool:
         """Whether it draws random numbers."""
-        return any(call.random is not None for call in self.calls)
+        return any(step.random is not None for step in self.steps)
 
     @cached_property
     def terms(self) -> list[Terms]:
@@ -135,59 +150,10 @@ class Pass:
     def run(self, model: Function) -> list[Tensor]:
         """The outputs that every loss call gets, in its own layout; `model` is called as the model was."""
         values: dict[int, Tensor] = {}
-        for step in self.steps:
-            values.update(step.run(model) if isinstance(step, ModelCall) else step.run(values))
+        with own_pass():
+            for step in self.steps:
+                values.update(step.run(model, values))
         return [values[loss.input] for loss in self.losses]
-
-    def select(self, index: Tensor | range, every: bool) -> "Pass":
-        """The pass over some of the examples; views for a range of them.
-
-        Args:
-            index: which ones, ascending.
-            every: whether all tensor arguments of the first one's length have the examples as their
-                first dimension; else only the first one has.
-        """
-        examples, first = self.examples, True
-        part: Any = slice(index.start, index.stop) if isinstance(index, range) else index
-
-        def rows(leaf: Any) -> Any:
-            nonlocal first
-            if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != examples:
-                return leaf
-            if not (every or first):
-                return leaf
-            first = False
-            return leaf[part if isinstance(part, slice) else part.to(leaf.device)]
-
-        steps = tuple(
-            replace(
-                step,
-                args=pytree.tree_map(rows, step.args),
-                kwargs=pytree.tree_map(rows, step.kwargs),
-                trace=step.trace and step.trace.select(part),
-            )
-            if isinstance(step, ModelCall)
-            else step
-            for step in self.steps
-        )
-        return replace(
-            self, steps=steps, losses=tuple(_select(loss, index, examples) for loss in self.losses)
-        )
-
-
-def _select(loss: LossCall, index: Tensor | range, examples: int) -> LossCall:
-    """The terms of these examples: those of an example stand together, as many for each."""
-    terms = loss.terms
-    each = terms.count // examples
-    shape = torch.Size((terms.shape[0] * len(index) // examples, *terms.shape[1:]))
-    if isinstance(index, range):
-        chosen: Tensor | slice = slice(index.start * each, index.stop * each)
-    else:
-        like = terms.targets if terms.targets is not None else terms.weight
-        device = index.device if like is None else like.device
-        chosen = index.to(device)[:, None] * each + torch.arange(each, device=device)
-        chosen = chosen.reshape(-1)
-    return replace(loss, terms=terms.select(chosen, shape), value=None)
 
 
 @dataclass(frozen=True)
@@ -249,9 +215,6 @@ class Batch:
         return torch.stack([value.double() for value in known]).sum()
 
 
-# --------------------------------------------------------------------------------------------- values
-
-
 class CatchLosses(TorchFunctionMode):
     """What loss functions are called with, in this thread."""
 
@@ -273,21 +236,3 @@ def loss_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     given = [value for value in args if not isinstance(value, nn.Module)]
     outputs: Tensor = given[0] if given else kwargs.get("input", kwargs.get("outputs"))
     return outputs
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in nested containers and dataclasses."""
-    found: list[Tensor] = []
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_of([getattr(leaf, field.name) for field in fields(leaf)])
-    return found
-
-
-def fill(given: Any, values: Mapping[int, Tensor]) -> Any:
-    """Arguments with tensors in the places of their references."""
-    return pytree.tree_map(
-        lambda leaf: values[leaf.index] if isinstance(leaf, Ref) else leaf, given
-    )

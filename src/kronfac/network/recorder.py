@@ -2,50 +2,40 @@
 
 The closure makes its own forward and backward passes; K-FAC's passes (statistics, Fisher products, ρ) run
 over the same examples afterwards. A `TorchFunctionMode`, which is this thread's alone, sees loss functions,
-wherever they are called, and what was done to the model's outputs before; hooks on the model, which only
-record and only what this thread does, see its calls. What a loss counts in the objective is the gradient
-that arrives at it in the backward pass.
+wherever they are called, and what was done to the model's outputs or with its parameters before; hooks on
+the model and the modules in it, which only record and only what this thread does, see its calls. What a
+loss counts in the objective is the gradient that arrives at it in the backward pass.
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
-from torch.utils import _pytree as pytree
 
-from kronfac.errors import ClosureError, UnsupportedLossError
-from kronfac.network.assembly import declare, group
+from kronfac.errors import ClosureError
+from kronfac.network.assembly import SeenLoss, declare, group
+from kronfac.network.nested import Ref, map_leaves, tensors_of
 from kronfac.network.program import (
     Batch,
     Function,
     LossCall,
     ModelCall,
     Operation,
-    Ref,
     loss_input,
-    tensors_of,
 )
 from kronfac.network.side_effects import RandomState
+from kronfac.network.tape import Tape, written_by
 from kronfac.objective import READERS, Objective, observe
 from kronfac.precision import mixed
 
 HALF = (torch.float16, torch.bfloat16)
 _BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _CASTS = {torch.Tensor.float, torch.Tensor.double, torch.Tensor.to, torch.Tensor.type}
-
-
-@dataclass
-class _Seen:
-    """A loss call, and what arrives at it."""
-
-    call: LossCall
-    loss: Tensor | None
-    arrived: Tensor | None = None
+_GRADIENT = getattr(torch.Tensor.grad, "__get__")  # noqa: B009
 
 
 class Recording(TorchFunctionMode):
@@ -56,16 +46,16 @@ class Recording(TorchFunctionMode):
         self.model = model
         self.objective = objective
         self.steps: list[ModelCall | Operation] = []
-        self.losses: list[_Seen] = []
+        self.losses: list[SeenLoss] = []
         self.mixed = False
+        self._tape = Tape(model)
         self._thread = threading.get_ident()
-        self._depth = 0
+        self._device = _device(model)
+        self._depth = 0  # of calls that run; a backward pass, which may repeat some, counts too
         self._suspended = ExitStack()
         self._random: RandomState | None = None
+        self._given: Any = None  # what the running call was given
         self._inside: list[int] = []  # what the running call has called losses with
-        self._next = 0
-        self._known: dict[int, tuple[int, Tensor, int]] = {}  # by its id: index, tensor, version
-        self._shapes: dict[int, torch.Size] = {}
         self._versions: list[tuple[Tensor, int]] = []
 
     # ------------------------------------------------------------------------------------- the model
@@ -80,12 +70,19 @@ class Recording(TorchFunctionMode):
         if self._depth > 1:
             return
         self._inside = []
+        self._given = self._tape.references((args, kwargs))[0]
+        self._watch(self._given)
         if hasattr(module, "_orig_mod"):  # the compiler would trace this mode
             self._suspended.enter_context(_pop_mode_temporarily())
-        self._random = RandomState.current(_device(module))
+        self._random = RandomState.current(self._device)
 
     def after_model(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+        self,
+        path: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: Any,
     ) -> None:
         """A forward hook, called also if the forward pass failed."""
         if threading.get_ident() != self._thread:
@@ -94,20 +91,22 @@ class Recording(TorchFunctionMode):
         if self._depth > 0:
             return
         self._suspended.close()
+        given, self._given = self._given, None
         tensors = tensors_of(outputs)
         if not any(tensor.requires_grad for tensor in tensors):  # an evaluation on the side
             return
-        device, before = tensors[0].device, self._random
+        before = self._random
         assert before is not None
-        self.mixed = self.mixed or mixed(device)
-        drew = not before.same_as(RandomState.current(_device(module)))
-        self._watch((args, kwargs))
+        self.mixed = self.mixed or mixed(tensors[0].device)
+        drew = not before.same_as(RandomState.current(self._device))
+        given_args, given_kwargs = self._in_full(given)
         call = ModelCall(
-            self._in_full(args),
-            self._in_full(kwargs),
-            outputs=tuple(self._remember(tensor) for tensor in tensors),
+            given_args,
+            given_kwargs,
+            outputs=tuple(self._tape.remember(tensor) for tensor in tensors),
             losses=tuple(self._inside),
             random=before if drew else None,
+            path=path,
         )
         self.steps.append(call)
 
@@ -120,61 +119,106 @@ class Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in READERS:
             return self._on_loss(func, args, kwargs)
-        if self._depth or not self._known:
+        if self._depth or func == _GRADIENT:
             return func(*args, **kwargs)
         if func in _BACKWARD:
-            self._known.clear()  # what follows is about another micro-batch
-            return func(*args, **kwargs)
+            self._depth += 1  # checkpoints call modules again
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._depth -= 1
         # Before it is called: it may write to its arguments.
-        given = self._references((args, kwargs))
-        constants = _versions(given)
+        given, known, trained = self._tape.references((args, kwargs))
+        if not (known or (trained and torch.is_grad_enabled())):
+            return func(*args, **kwargs)
+        return self._operate(func, args, kwargs, given, known)
+
+    def _operate(
+        self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, known: bool
+    ) -> Any:
+        """Call a function of what is known, and record that; not if it can't be done again."""
+        own = (
+            written_by(func, args) if self._tape.index(args[0] if args else None) is None else None
+        )
+        value = None if own is None else own.detach().clone()
+        before = tensors_of((args, kwargs))
+        versions = [tensor._version for tensor in before]
+        lost = self._tape.lost([t for t in before if self._tape.index(t) is None])
+        random = RandomState.current(self._device)
         result = func(*args, **kwargs)
-        if constants != _versions(given):
-            return result  # it wrote to a tensor of the closure's own: once is enough
-        if given is not None and self._undoes_autocast(func, args, result):
-            # Without autocast there is nothing to undo.
-            self._known[id(result)] = (self._known[id(args[0])][0], result, result._version)
-        elif given is not None and (tensors := tensors_of(result)):
-            indices = tuple(self._remember(tensor) for tensor in tensors)
-            self.steps.append(Operation(func, given[0], given[1], indices))
+        tensors = tensors_of(result)
+        changed = [t for t, v in zip(before, versions, strict=True) if t._version != v]
+        if lost or not (known or any(tensor.requires_grad for tensor in tensors)):
+            return result
+        if self._undoes_autocast(func, args, result):
+            self._tape.alias(result, args[0])  # without autocast there is nothing to undo
+            return result
+        written: list[tuple[int, int]] = []
+        if own is not None and any(own is t for t in changed):
+            written.append(self._take_over(own, value))
+            given = map_leaves(given, lambda leaf: Ref(written[0][0]) if leaf is own else leaf)
+        if changed:
+            others = self._tape.written(but=[seen.call.input for seen in self.losses])
+            if others is None or not written + others:
+                return result  # a loss was called with what is gone now, or nothing of it is known
+            written += others
+        if tensors or written:
+            drew = not random.same_as(RandomState.current(self._device))
+            self.steps.append(
+                Operation(
+                    func,
+                    given[0],
+                    given[1],
+                    tuple(map(self._tape.remember, tensors)),
+                    tuple(written),
+                    random if drew else None,
+                )
+            )
         return result
+
+    def _take_over(self, own: Tensor, value: Tensor | None) -> tuple[int, int]:
+        """Indices for a tensor of the closure's own, before and after it was written to."""
+        assert value is not None
+        before = self._tape.remember(value, known=False)
+        self.steps.append(Operation(torch.clone, (value,), {}, (before,)))
+        return before, self._tape.remember(own)
 
     def _undoes_autocast(self, func: Function, args: tuple[Any, ...], result: Any) -> bool:
         """Whether a function casts an output in half precision to the parameters' own dtype."""
         return (
             self.mixed
             and func in _CASTS
-            and id(args[0]) in self._known
+            and self._tape.index(args[0]) is not None
             and args[0].dtype in HALF
             and result.dtype == self._dtype
         )
 
     def _on_loss(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func == functional.mse_loss and not self._depth:
+            args, kwargs = self._as_residual(args, kwargs)
         outputs = loss_input(args, kwargs)
         result = func(*args, **kwargs)
         if not (torch.is_grad_enabled() and outputs.requires_grad):
             return result
         if self._depth:
-            index = self._remember(outputs, known=False)
+            index = self._tape.remember(outputs, known=False)
             self._inside.append(index)
-        elif (known := self._index(outputs)) is not None:
+        elif (known := self._tape.index(outputs)) is not None:
             index = known
         else:
-            return (
-                result  # about something that the model has not computed, or that can't be replayed
-            )
+            return result  # about what the model has not computed, or what can't be done again
         terms = READERS[func](*args, **kwargs)
         self._watch(terms.targets)
         declared = func is observe
         loss = None if declared else result
 
         def put(leaf: Any) -> Any:
-            return Ref(index) if leaf is outputs else self._in_full(leaf)
+            return Ref(index) if leaf is outputs else leaf
 
-        given_args, given_kwargs = pytree.tree_map(put, (args, kwargs))
+        given_args, given_kwargs = self._in_full(map_leaves((args, kwargs), put))
         call = LossCall(index, terms, None, None if declared else func, given_args, given_kwargs)
         # A copy: the closure may go on with the loss in place.
-        seen = _Seen(call, None if loss is None else loss.detach().clone())
+        seen = SeenLoss(call, None if loss is None else loss.detach().clone())
         self.losses.append(seen)
         if loss is not None and loss.requires_grad:
 
@@ -186,49 +230,31 @@ class Recording(TorchFunctionMode):
 
     # ----------------------------------------------------------------------------------------- values
 
-    def _remember(self, tensor: Tensor, known: bool = True) -> int:
-        index = self._next
-        self._next += 1
-        self._shapes[index] = tensor.shape
-        if known:
-            # Itself, so that its id is not used again.
-            self._known[id(tensor)] = (index, tensor, tensor._version)
-        return index
-
-    def _index(self, leaf: Any) -> int | None:
-        """The index of a recorded tensor, unless it was written to since by what could not be recorded."""
-        entry = self._known.get(id(leaf)) if isinstance(leaf, Tensor) else None
-        return None if entry is None or entry[2] != leaf._version else entry[0]
-
-    def _references(self, given: Any) -> Any:
-        """The arguments with references to what was recorded; None if there is none among them."""
-        found = False
-
-        def put(leaf: Any) -> Any:
-            nonlocal found
-            index = self._index(leaf)
-            if index is None:
-                return leaf
-            found = True
-            return Ref(index)
-
-        replaced = pytree.tree_map(put, given)
-        return replaced if found else None
+    def _as_residual(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments of a squared error; if its targets are learned too, the outputs are the difference."""
+        given = {**dict(zip(("input", "target"), args, strict=False)), **kwargs}
+        z, target = given.pop("input"), given.pop("target")
+        if self._tape.index(target) is None or not target.requires_grad:
+            return args, kwargs
+        with self:
+            residual = z - target
+        return (residual, torch.zeros_like(residual), *args[2:]), given
 
     def _watch(self, values: Any) -> None:
         """Remember the versions of these tensors, to find out whether they were written to."""
-        self._versions += [
-            (leaf, leaf._version) for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)
-        ]
+        self._versions += [(leaf, leaf._version) for leaf in tensors_of(values)]
 
     def _in_full(self, values: Any) -> Any:
-        """Tensors in half precision as the parameters are: without autocast the model takes no others."""
-        if not self.mixed:
-            return values
-        dtype = self._dtype
-        return pytree.tree_map(
-            lambda leaf: leaf.to(dtype) if getattr(leaf, "dtype", None) in HALF else leaf, values
-        )
+        """Values without a graph, and none in half precision: without autocast the model takes no such."""
+        dtype = self._dtype if self.mixed else None
+
+        def convert(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            leaf = leaf if leaf.is_leaf else leaf.detach()
+            return leaf.to(dtype) if dtype is not None and leaf.dtype in HALF else leaf
+
+        return map_leaves(values, convert)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -243,7 +269,8 @@ class Recording(TorchFunctionMode):
         Raises:
             ClosureError: the model was not called, or its inputs were changed afterwards.
         """
-        if not any(isinstance(step, ModelCall) for step in self.steps):
+        called = any(isinstance(step, ModelCall) for step in self.steps)
+        if not (called or self.losses):
             raise ClosureError(
                 f"The closure never called the model ({type(self.model).__name__}) with gradients "
                 "enabled, so there is nothing to take a step from. Call the model that KFAC was "
@@ -254,52 +281,12 @@ class Recording(TorchFunctionMode):
                 "The closure changed inputs or targets in place after it had called the model with "
                 "them, but KFAC goes through the same examples again. Use a new tensor for every call."
             )
-        losses = [loss for loss in map(_with_factor, self.losses) if loss is not None]
+        losses = [loss for seen in self.losses if (loss := seen.with_factor()) is not None]
         if not losses:
-            declared = declare(self.steps, self._shapes, self.objective)
+            declared = declare(self.steps, self._tape.shapes, self.objective)
             return Batch(declared, seen=False, mixed=self.mixed)
         seen = all(loss.function is not None for loss in losses)
         return Batch(group(self.steps, losses), seen=seen, mixed=self.mixed)
-
-
-@contextmanager
-def record(model: nn.Module, objective: Objective) -> Iterator[Recording]:
-    """Record what this thread does with the model, inside this context."""
-    recording = Recording(model, objective)
-    handles = [
-        model.register_forward_pre_hook(recording.before_model, with_kwargs=True),
-        model.register_forward_hook(recording.after_model, with_kwargs=True, always_call=True),
-    ]
-    try:
-        with recording:
-            yield recording
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _versions(given: Any) -> list[int]:
-    """The versions of the tensors among the arguments that were not recorded."""
-    return [leaf._version for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
-
-
-def _with_factor(seen: _Seen) -> LossCall | None:
-    """The call with what it counts in the objective; None if nothing arrived at it."""
-    if seen.loss is None:
-        return seen.call
-    if seen.arrived is None:
-        return None
-    factor: float | Tensor = seen.arrived
-    if not seen.arrived.is_cuda:
-        factor = float(seen.arrived)
-        if factor < 0:
-            raise UnsupportedLossError(
-                "KFAC needs losses that are minimised; one of those that the closure called enters its "
-                f"objective with the factor {factor:g}, which has no positive curvature. Leave it out, or "
-                "declare the terms that are minimised with kronfac.observe."
-            )
-    terms = seen.call.terms.scaled(factor)
-    return replace(seen.call, terms=terms, value=seen.loss * seen.arrived, factor=factor)
 
 
 def _device(model: nn.Module) -> torch.device:

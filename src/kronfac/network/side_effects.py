@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
 
 
@@ -53,6 +54,13 @@ def replay(state: RandomState | None) -> Iterator[None]:
         yield
     finally:
         before.restore()
+
+
+@contextmanager
+def unseen_writes(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Write to tensors whose values are put back: graphs that they are part of stay valid."""
+    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
+        yield
 
 
 class Buffers:

@@ -1,0 +1,240 @@
+"""How a pass can be divided into examples, which nothing says: so it is tried out.
+
+A pass over a few examples has to give the outputs that they had among all. That is tried with parameters
+that are moved at random, so that nothing is independent of other examples only because a weight is still
+zero. What fails this, in any way, is used whole.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from kronfac.network.network import Network
+from kronfac.network.plain import NoDropout
+from kronfac.network.program import Batch, LossCall, ModelCall, Operation, Pass
+from kronfac.network.side_effects import unseen_writes
+
+TOLERANCE = 0.1
+"""How far outputs may be off in units of their own size and the root of the dtype's precision: other
+kernels are used for other sizes, but another example's outputs are not nearly as close."""
+MOVED = 0.3
+"""How far parameters are moved, in units of what they are initialised with as a rule."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Where the examples are in the arguments and in the terms."""
+
+    every: bool = True
+    """Whether all tensors of their number along the dimension have them there; else only the first has."""
+    interleaved: bool = False
+    """Whether term k N + n is of example n of N, as if sequences had time first; else the terms of an
+    example stand together."""
+    dim: int = 0
+    """The dimension of the arguments that they are along."""
+
+
+DIVISIONS = {
+    "every": Division(),
+    "first": Division(every=False),
+    "every, interleaved": Division(interleaved=True),
+    "every, second dimension": Division(dim=1),
+    "every, second dimension, interleaved": Division(interleaved=True, dim=1),
+}
+"""By the name that a network remembers; what is not among them is used `"whole"`."""
+
+
+def select(part: Pass, index: Tensor | range, division: Division) -> Pass:
+    """The pass over some of the examples, given by ascending numbers; views for a range of them."""
+    examples = part.examples
+    chosen: Any = slice(index.start, index.stop) if isinstance(index, range) else index
+    first, dim = True, division.dim
+
+    def rows(leaf: Any) -> Any:
+        nonlocal first
+        if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+            return leaf
+        if leaf.dim() <= dim or leaf.shape[dim] != examples or not (division.every or first):
+            return leaf
+        first = False
+        place = chosen if isinstance(chosen, slice) else chosen.to(leaf.device)
+        return leaf[(slice(None),) * dim + (place,)]
+
+    def of_step(step: ModelCall | Operation) -> ModelCall | Operation:
+        if isinstance(step, Operation) and not division.every:
+            return step
+        args, kwargs = pytree.tree_map(rows, (step.args, step.kwargs))
+        if isinstance(step, Operation):
+            return replace(step, args=args, kwargs=kwargs)
+        return replace(
+            step, args=args, kwargs=kwargs, trace=step.trace and step.trace.select(chosen)
+        )
+
+    return replace(
+        part,
+        steps=tuple(map(of_step, part.steps)),
+        losses=tuple(_of_loss(loss, index, examples, division) for loss in part.losses),
+    )
+
+
+def _of_loss(loss: LossCall, index: Tensor | range, examples: int, division: Division) -> LossCall:
+    terms = loss.terms
+    each = terms.count // examples
+    shape = torch.Size((terms.shape[0] * len(index) // examples, *terms.shape[1:]))
+    chosen: Tensor | slice
+    if isinstance(index, range) and not division.interleaved:
+        chosen = slice(index.start * each, index.stop * each)
+    else:
+        like = terms.targets if terms.targets is not None else terms.weight
+        chosen = _terms(index, terms.count, examples, division)
+        chosen = chosen if like is None else chosen.to(like.device)
+    return replace(loss, terms=terms.select(chosen, shape), value=None)
+
+
+def _terms(index: Tensor | range, count: int, examples: int, division: Division) -> Tensor:
+    """The numbers of the terms that some examples have, in the order in which their pass gives them."""
+    numbers = torch.as_tensor(index).cpu()
+    places = torch.arange(count // examples)
+    if division.interleaved:
+        return (places[:, None] * examples + numbers).reshape(-1)
+    return (numbers[:, None] * len(places) + places).reshape(-1)
+
+
+# ---------------------------------------------------------------------------------------------- trial
+
+
+def division_of(network: Network, part: Pass) -> Division | None:
+    """How a pass can be divided; None if it can only be used whole."""
+    return DIVISIONS.get(slicing(network, part))
+
+
+def slicing(network: Network, part: Pass) -> str:
+    """The same by its name."""
+    if any(call.trace is not None for call in part.calls):
+        return "every"
+    if any(isinstance(m, _BatchNorm) and m.training for m in network.model.modules()):
+        return "whole"  # examples depend on each other
+    sizes = [replace(part, dim=dim).examples for dim in (0, 1)]
+    key = _signature(part, sizes)
+    if key not in network.learned.slicing:
+        network.learned.slicing[key] = _try(network, part)
+    return network.learned.slicing[key]
+
+
+def arrange(network: Network, batch: Batch) -> Batch:
+    """The mini-batch with the dimension that its examples are along, if that is not the first."""
+    with network.buffers.preserved():
+        found = [division_of(network, part) for part in batch.passes]
+    dims = {division.dim for division in found if division}
+    if dims != {1}:
+        return batch
+    passes = []
+    for part, division in zip(batch.passes, found, strict=True):
+        moved = replace(part, dim=1)
+        passes.append(moved if division or moved.examples == 1 else part)
+    return replace(batch, passes=tuple(passes))
+
+
+def _signature(part: Pass, sizes: Sequence[int]) -> object:
+    """What passes that are divided alike have in common."""
+    given = [(step.args, step.kwargs) for step in part.steps]
+    leaves, spec = pytree.tree_flatten(given)
+    shapes = tuple(
+        tuple((n == sizes[0], n == sizes[1]) for n in leaf.shape)
+        if isinstance(leaf, Tensor)
+        else None
+        for leaf in leaves
+    )
+    terms = tuple((len(t.shape), *(divmod(t.count, n) for n in sizes)) for t in part.terms)
+    paths = tuple(call.path for call in part.calls)
+    return str(spec), shapes, paths, terms, tuple(n > 1 for n in sizes)
+
+
+@torch.no_grad()
+def _try(network: Network, part: Pass) -> str:
+    with NoDropout(), _moved(network) as model:
+        whole = part.run(model)
+        for name, division in DIVISIONS.items():
+            if _divides(model, replace(part, dim=division.dim), division, whole):
+                return name
+    return "whole"
+
+
+@contextmanager
+def _moved(network: Network) -> Iterator[nn.Module]:
+    """The model with parameters of no particular value: a copy, so that other threads see none of it.
+
+    A model that can't be copied is moved itself, and put back to the bit.
+    """
+    try:
+        model = copy.deepcopy(network.model)
+    except (RuntimeError, TypeError, AttributeError, NotImplementedError):
+        model = network.model
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    kept = [p.detach().clone() for p in parameters] if model is network.model else []
+    try:
+        with unseen_writes(parameters):
+            _move(parameters)
+        yield model
+    finally:
+        if kept:
+            with unseen_writes(parameters):
+                for p, value in zip(parameters, kept, strict=True):
+                    p.copy_(value)
+
+
+def _move(parameters: Sequence[nn.Parameter]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for p in parameters:
+        size = MOVED / max(p[0].numel(), 1) ** 0.5 if p.dim() > 1 else MOVED
+        noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        p.add_(noise.to(p.device), alpha=size)
+
+
+def _divides(model: nn.Module, part: Pass, division: Division, whole: Sequence[Tensor]) -> bool:
+    """Whether some of the examples have the outputs that they had among all."""
+    examples = part.examples
+    if examples < 2 or any(terms.count % examples or not terms.count for terms in part.terms):
+        return False
+    if division.interleaved and all(terms.count == examples for terms in part.terms):
+        return False  # the same as if they stood together
+    ends, middle = [0, examples - 1], examples // 2
+    # As many as there were, first: an index into them stays in range, which a GPU does not forgive.
+    trials = [[(0, middle, examples - 1)[n % 3] for n in range(examples)], sorted({*ends, middle})]
+    trials += [[n] for n in sorted({*ends, *_shortest(part)})]
+    for trial in trials:
+        index = torch.tensor(trial)
+        try:
+            some = select(part, index, division)
+            outputs = some.run(model)
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+            return False
+        for terms, before, z, all_ in zip(some.terms, part.terms, outputs, whole, strict=True):
+            rows = _terms(index, before.count, examples, division).to(z.device)
+            if z.shape != terms.shape or not _agree(terms.matrix(z), before.matrix(all_)[rows]):
+                return False
+    return True
+
+
+def _shortest(part: Pass) -> list[int]:
+    """Examples for which a model may return less than for all together: the shortest sequences."""
+    return [
+        int(leaf.argmin())
+        for leaf in pytree.tree_leaves([(call.args, call.kwargs) for call in part.calls])
+        if isinstance(leaf, Tensor)
+        and leaf.shape == (part.examples,)
+        and not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
+    ]
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    tolerance = TOLERANCE * torch.finfo(found.dtype).eps ** 0.5
+    size = float(expected.abs().max()) if expected.numel() else 0.0
+    return bool(((found - expected).abs() <= tolerance * (size or 1.0)).all())

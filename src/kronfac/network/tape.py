@@ -1,0 +1,91 @@
+"""The tensors that recorded steps have computed, by their indices on the tape.
+
+They are known for as long as the closure holds on to them, and no longer: weak references keep no graph and
+no activations. A tensor that was written to by something that could not be recorded is known no more.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from kronfac.network.nested import Ref, map_leaves
+
+
+class Tape:
+    """Which tensors are known, and what else the closure may compute from."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._trained = {id(p) for p in model.parameters() if p.requires_grad}
+        self._known: Any = WeakTensorKeyDictionary()
+        self.shapes: dict[int, torch.Size] = {}
+        """Of every tensor, by its index."""
+
+    def remember(self, tensor: Tensor, known: bool = True) -> int:
+        """A new index; for the tensor itself too, if that may be asked for."""
+        index = len(self.shapes)
+        self.shapes[index] = tensor.shape
+        if known:
+            self._known[tensor] = (index, tensor._version)
+        return index
+
+    def alias(self, tensor: Tensor, other: Tensor) -> None:
+        """Take a tensor for another one that is known."""
+        self._known[tensor] = (self._known[other][0], tensor._version)
+
+    def index(self, leaf: Any) -> int | None:
+        """The index of a tensor; None if it is not known, or was written to since."""
+        entry = self._known.get(leaf) if isinstance(leaf, Tensor) else None
+        return None if entry is None or entry[1] != leaf._version else entry[0]
+
+    def written(self, but: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Tensors that were written to, with new indices; None if one of `but` is among them."""
+        changed = [
+            (tensor, index)
+            for tensor, (index, version) in self._known.items()
+            if tensor._version != version
+        ]
+        if any(index in but for _, index in changed):
+            return None
+        return [(index, self.remember(tensor)) for tensor, index in changed]
+
+    def references(self, given: Any) -> tuple[Any, bool, bool]:
+        """The arguments with references to what is known, whether there is any, or a trained parameter."""
+        known = trained = False
+
+        def put(leaf: Any) -> Any:
+            nonlocal known, trained
+            index = self.index(leaf)
+            if index is None:
+                trained = trained or id(leaf) in self._trained
+                return leaf
+            known = True
+            return Ref(index)
+
+        return map_leaves(given, put), known, trained
+
+    def lost(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one of these tensors, none of them known, was computed from trained parameters."""
+        visited: set[Any] = set()
+        stack: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
+        while stack:
+            node = stack.pop()
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            if id(getattr(node, "variable", None)) in self._trained:
+                return True
+            stack.extend(parent for parent, _ in node.next_functions)
+        return False
+
+
+_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__"}
+
+
+def written_by(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
+    """The tensor that a function writes to, by its name."""
+    name = getattr(func, "__name__", "")
+    in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return args[0] if in_place and args and isinstance(args[0], Tensor) else None

@@ -1,0 +1,257 @@
+"""How passes are divided: along the right dimension or not at all, whatever the layout."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kronfac import KFAC
+from kronfac.fisher_products import fisher_gram
+from kronfac.network import Batch, Network, record, subsets
+from kronfac.network.division import DIVISIONS, arrange, select, slicing
+from tests.conftest import mlp, network_of, normal, seeded
+
+C = 3
+
+
+def recorded(model: nn.Module, z, y) -> tuple[Network, Batch]:
+    """A network and the mini-batch of one loss; z computes the outputs."""
+    model.double()
+    network = network_of(model, nn.CrossEntropyLoss())
+    with record(model, network.objective) as recording:
+        F.cross_entropy(z(model), y).backward()
+    return network, arrange(network, recording.batch())
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.Module] = nn.LSTM, batch_first: bool = False) -> None:
+        super().__init__()
+        self.rnn, self.out = kind(4, 5, batch_first=batch_first), nn.Linear(5, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.rnn(x)[0])
+
+
+def encoder(batch_first: bool = False, dropout: float = 0.1) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout, batch_first=batch_first)
+    return nn.Sequential(
+        nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(4, C)
+    )
+
+
+def labels(*shape: int) -> Tensor:
+    return torch.randint(C, shape, generator=seeded(1))
+
+
+def flattened(x: Tensor):
+    return lambda model: model(x).reshape(-1, C)
+
+
+def last_step(x: Tensor):
+    return lambda model: model(x)[-1]
+
+
+def transposed(x: Tensor):
+    return lambda model: model(x).permute(1, 2, 0)  # (N, C, T)
+
+
+TIME_FIRST = {
+    "LSTM": (Recurrent, flattened, "every, second dimension, interleaved"),
+    "GRU": (lambda: Recurrent(nn.GRU), flattened, "every, second dimension, interleaved"),
+    "last step": (Recurrent, last_step, "every, second dimension"),
+    "transposed": (Recurrent, transposed, "every, second dimension"),
+    "encoder": (encoder, flattened, "every, second dimension, interleaved"),
+}
+
+
+@pytest.mark.parametrize("length", [5, 6, 7])  # as many steps as examples, fewer, more
+@pytest.mark.parametrize("name", TIME_FIRST)
+def test_time_first_is_divided_along_the_examples(name, length):
+    """T = N too: the outputs and targets of some examples are theirs."""
+    make, outputs, division = TIME_FIRST[name]
+    examples = 6
+    x = normal(length, examples, 4)
+    shape = {"last step": (examples,), "transposed": (examples, length)}
+    y = labels(*shape.get(name, (length * examples,)))
+    model = make().eval()
+    network, batch = recorded(model, outputs(x), y)
+    (part,) = batch.passes
+    assert slicing(network, part) == division
+    assert batch.examples == examples
+    index = torch.tensor([1, 4])
+    some = select(part, index, DIVISIONS[division])
+    assert some.examples == 2
+    (z,) = some.run(model)
+    torch.testing.assert_close(z, outputs(x[:, index])(model), rtol=1e-10, atol=1e-12)
+    whole = y if name in shape else y.reshape(length, examples)[:, index].reshape(-1)
+    expected = y[index].reshape(-1) if name in shape else whole
+    assert torch.equal(some.terms[0].targets, expected)
+
+
+@pytest.mark.parametrize("length", [4, 6])
+def test_examples_first_is_divided_along_the_first_dimension(length):
+    x = normal(6, length, 4)
+    for model in (Recurrent(batch_first=True), encoder(batch_first=True)):
+        network, batch = recorded(model, flattened(x), labels(6 * length))
+        assert slicing(network, batch.passes[0]) == "every"
+        assert batch.examples == 6
+
+
+def test_dropout_does_not_hide_that_examples_are_independent():
+    """In train(), inside of attention and between the layers of an LSTM."""
+    x = normal(6, 5, 4)
+    network, batch = recorded(encoder(batch_first=True), flattened(x), labels(30))
+    assert batch.passes[0].random
+    assert slicing(network, batch.passes[0]) == "every"
+    lstm = Recurrent()
+    lstm.rnn = nn.LSTM(4, 5, num_layers=2, dropout=0.5, batch_first=True)
+    network, batch = recorded(lstm, flattened(x), labels(30))
+    assert slicing(network, batch.passes[0]) == "every"
+
+
+class Gated(nn.Module):
+    """Mixes its examples through a gate that is zero in the beginning, as in ReZero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(4, C), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + self.gate * x.mean(dim=0))
+
+
+class NotCopied(Gated):
+    def __deepcopy__(self, memo: object) -> nn.Module:
+        raise TypeError("holds a file")
+
+
+@pytest.mark.parametrize("kind", [Gated, NotCopied])
+def test_a_gate_that_is_still_closed_does_not_hide_that_examples_depend_on_each_other(kind):
+    model = kind()
+    before = [p.detach().clone() for p in model.double().parameters()]
+    versions = [p._version for p in model.parameters()]
+    network, batch = recorded(model, lambda m: m(normal(6, 4)), labels(6))
+    assert slicing(network, batch.passes[0]) == "whole"
+    assert all(map(torch.equal, model.parameters(), before))
+    assert [p._version for p in model.parameters()] == versions
+
+
+@pytest.mark.parametrize("examples", [2, 3, 6])
+def test_two_calls_whose_outputs_are_concatenated(examples):
+    """Terms of an example do not stand together: n and N + n are of example n."""
+    a, b, y = normal(examples, 4), normal(examples, 4, seed=1), labels(2 * examples)
+    network, batch = recorded(mlp([4, 5, C]), lambda m: torch.cat([m(a), m(b)]), y)
+    (part,) = batch.passes
+    assert slicing(network, part) == "every, interleaved"
+    some = select(part, torch.tensor([1]), DIVISIONS["every, interleaved"])
+    (z,) = some.run(network.model)
+    torch.testing.assert_close(z, network.model(torch.stack([a[1], b[1]])))
+    assert torch.equal(some.terms[0].targets, y[[1, examples + 1]])
+
+
+def test_constants_of_the_closure_are_divided_too():
+    x, scale = normal(6, 4), normal(6, 1, seed=1)
+    network, batch = recorded(mlp([4, C]), lambda m: m(x) * scale, labels(6))
+    assert slicing(network, batch.passes[0]) == "every"
+
+
+class Trimmed(nn.Module):
+    """Returns as many steps as the longest sequence has, zeros behind the end of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, C)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        return self.linear(x[:, : mask.shape[1]]) * mask[:, :, None]
+
+
+def among_themselves(model: nn.Module) -> Tensor:
+    z = model(normal(6, 4))
+    return z @ z.mT
+
+
+WHOLE = {
+    "similarities among themselves": (
+        lambda: mlp([4, 5, 6]),
+        among_themselves,
+        6,
+    ),
+    "normalised over examples": (
+        lambda: mlp([4, C]),
+        lambda m: m(normal(6, 4)).log_softmax(dim=0),
+        6,
+    ),
+    "shuffled": (
+        lambda: mlp([4, C]),
+        lambda m: m(normal(6, 4))[torch.tensor([1, 0, 2, 5, 4, 3])],
+        6,
+    ),
+    "fewer outputs": (lambda: mlp([4, C]), lambda m: m(normal(6, 4))[:4], 4),
+    "sequences trimmed to the longest": (
+        Trimmed,
+        lambda m: m(normal(6, 5, 4), torch.tensor([4, 4, 2, 4, 4, 4])).reshape(-1, C),
+        24,
+    ),
+    "regression, time first": (Recurrent, lambda m: m(normal(5, 6, 4)).sum(dim=1), 5),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_can_not_be_divided_is_used_whole(name):
+    make, outputs, terms = WHOLE[name]
+    network, batch = recorded(make(), outputs, labels(terms))
+    assert slicing(network, batch.passes[0]) == "whole"
+    (some,) = subsets(network, batch, [1], seeded())
+    assert some.passes == batch.passes
+
+
+def test_similarities_with_other_examples_are_divided_along_the_first_ones():
+    """Every row of logits is about one example and all of the others, which stay."""
+    a, b = normal(6, 4), normal(6, 4, seed=1)
+    network, batch = recorded(mlp([4, 5, 2]), lambda m: m(a) @ m(b).mT, labels(6))
+    assert slicing(network, batch.passes[0]) == "first"
+    some = select(batch.passes[0], torch.tensor([1, 4]), DIVISIONS["first"])
+    torch.testing.assert_close(
+        some.run(network.model)[0], network.model(a[[1, 4]]) @ network.model(b).mT
+    )
+
+
+def test_a_mean_over_subsets_is_the_fisher_of_all():
+    """With time first: one example at a time, N of them, times N."""
+    x = normal(5, 6, 4)
+    network, batch = recorded(Recurrent(), flattened(x), labels(30))
+    v = tuple(normal(*unit.shape, seed=n) for n, unit in enumerate(network.units))
+    division = DIVISIONS[slicing(network, batch.passes[0])]
+    with torch.no_grad():
+        whole = fisher_gram(network, batch, [v])
+        parts = [
+            fisher_gram(
+                network, Batch((select(batch.passes[0], torch.tensor([n]), division),)), [v]
+            )
+            for n in range(6)
+        ]
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_run_on_some_of_the_examples_learns(batch_first):
+    """A recurrent network in either layout, with a quarter of the examples for statistics."""
+    x = normal(24, 5, 4)
+    y = (x.sum(dim=(1, 2)) > 0).long()
+    model = Recurrent(batch_first=batch_first).double()
+    optimizer = KFAC(model, nn.CrossEntropyLoss(), statistics_fraction=0.25, fisher_fraction=0.5)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        z = model(x if batch_first else x.transpose(0, 1))
+        loss = F.cross_entropy(z[:, -1] if batch_first else z[-1], y)
+        loss.backward()
+        return loss
+
+    first = float(closure().detach())
+    for _ in range(8):
+        loss = optimizer.step(closure)
+    assert optimizer.report.examples == 24
+    assert float(loss.detach()) < 0.7 * first
