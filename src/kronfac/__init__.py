@@ -41,7 +41,19 @@ from kronfac.curvature import (
 )
 from kronfac.errors import KronfacError
 from kronfac.network import Adapter, LinearAdapter, Use, register
-from kronfac.objective import Bernoulli, Categorical, Gaussian, Likelihood, observe
+from kronfac.objective import (
+    Bernoulli,
+    Categorical,
+    ElementwiseLikelihood,
+    Gaussian,
+    GaussNewton,
+    HeteroscedasticGaussian,
+    Huber,
+    Likelihood,
+    Poisson,
+    least_squares,
+    observe,
+)
 from kronfac.optimizer import KFAC
 from kronfac.report import Event, EventKind, StepReport
 from kronfac.settings import First
@@ -74,6 +86,7 @@ __all__ = [
     "DenseBlock",
     "DiagonalBlock",
     "DiagonalMoments",
+    "ElementwiseLikelihood",
     "EmpiricalFisher",
     "Event",
     "EventKind",
@@ -87,7 +100,10 @@ __all__ = [
     "GammaRule",
     "GammaSearch",
     "GammaState",
+    "GaussNewton",
     "Gaussian",
+    "HeteroscedasticGaussian",
+    "Huber",
     "KroneckerBlock",
     "KronfacError",
     "LambdaSearch",
@@ -97,6 +113,7 @@ __all__ = [
     "LongMemory",
     "Measurement",
     "Moments",
+    "Poisson",
     "QuadraticModel",
     "RawStep",
     "SampledFisher",
@@ -109,6 +126,7 @@ __all__ = [
     "TiedGamma",
     "Use",
     "averaged",
+    "least_squares",
     "observe",
     "presets",
     "register",

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from kronfac.network.side_effects import RandomState, replay
-from kronfac.objective import READERS, Terms
+from kronfac.objective import JOINED, READERS, Terms
 
 Function = Callable[..., Any]
 
@@ -167,7 +167,12 @@ class Pass:
                 trace=step.trace and step.trace.select(part),
             )
             if isinstance(step, ModelCall)
-            else step
+            # Tensors that outputs meet on the way to the loss, such as targets that are subtracted.
+            else replace(
+                step,
+                args=pytree.tree_map(rows, step.args),
+                kwargs=pytree.tree_map(rows, step.kwargs),
+            )
             for step in self.steps
         )
         return replace(
@@ -263,6 +268,9 @@ class CatchLosses(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in JOINED:
+            with self:
+                return JOINED[func](*args, **kwargs)
         if func in READERS:
             self.inputs.append(loss_input(args, kwargs))
         return func(*args, **kwargs)

@@ -31,7 +31,7 @@ from kronfac.network.program import (
     tensors_of,
 )
 from kronfac.network.side_effects import RandomState
-from kronfac.objective import READERS, Objective, observe
+from kronfac.objective import JOINED, READERS, Objective, observe
 from kronfac.precision import mixed
 
 HALF = (torch.float16, torch.bfloat16)
@@ -118,6 +118,9 @@ class Recording(TorchFunctionMode):
     ) -> Any:
         """See every torch function that this thread calls."""
         kwargs = kwargs or {}
+        if func in JOINED:
+            with self:
+                return JOINED[func](*args, **kwargs)
         if func in READERS:
             return self._on_loss(func, args, kwargs)
         if self._depth or not self._known:
