@@ -120,7 +120,7 @@ class Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in JOINED:
             with self:
-                return JOINED[func](*args, **kwargs)
+                return JOINED[func](self._depth > 0, *args, **kwargs)
         if func in READERS:
             return self._on_loss(func, args, kwargs)
         if self._depth or not self._known:

@@ -173,7 +173,8 @@ class GaussNewton(Likelihood):
         if not bool(H.isfinite().all()):
             return torch.full_like(H, float("nan"))  # such a step is refused
         values, vectors = torch.linalg.eigh((H + H.mT) / 2)
-        root: Tensor = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
+        # The symmetric root: eigenvectors alone may change with the last digit of H.
+        root: Tensor = (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)) @ vectors.mT
         return root
 
     def extra_repr(self) -> str:

@@ -22,6 +22,7 @@ from kronfac.objective.terms import Terms
 
 
 def _gaussian_nll(
+    inside: bool,
     input: Tensor,
     target: Tensor,
     var: Tensor | float,
@@ -30,7 +31,7 @@ def _gaussian_nll(
     reduction: str = "mean",
 ) -> Tensor:
     options: dict[str, Any] = {"full": full, "eps": eps, "reduction": reduction}
-    if not (isinstance(var, Tensor) and var.requires_grad):
+    if not isinstance(var, Tensor) or not (inside or var.requires_grad):
         return gaussian_nll_of_means(input, target, var, **options)
     if var.shape == input.shape[:-1]:
         var = var.unsqueeze(-1)
@@ -58,7 +59,8 @@ def gaussian_nll_of_pairs(pairs: Tensor, target: Tensor, **options: Any) -> Tens
         )
         return result
     mean, variance = pairs.unbind(dim=1)
-    return functional.gaussian_nll_loss(mean, target.reshape(mean.shape), variance, **options)
+    target = target if target.dim() else target.reshape(1)
+    return functional.gaussian_nll_loss(mean, target, variance, **options)
 
 
 def _read_means(
@@ -104,4 +106,8 @@ READERS[gaussian_nll_of_pairs] = _read_pairs
 JOINED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     functional.gaussian_nll_loss: _gaussian_nll
 }
-"""What K-FAC calls in the place of a loss function, so that the call is about one tensor."""
+"""What K-FAC calls in the place of a loss function, so that the call is about one tensor.
+
+Its first argument is whether this happens inside the model: without gradients, as the model runs again,
+nothing tells whether a variance is learned, so there it is taken to be. If it is not, its Jacobian is 0.
+"""
