@@ -27,11 +27,13 @@ CLASS_WEIGHT = torch.tensor([0.5, 2.0, 1.25], dtype=torch.float64)
 
 
 class Heads(nn.Module):
-    """A tanh network whose outputs a function turns into what the losses are called with."""
+    """A network whose outputs a function turns into what the losses are called with."""
 
-    def __init__(self, outputs: int, ends: Callable[[Tensor], Any]) -> None:
+    def __init__(
+        self, outputs: int, ends: Callable[[Tensor], Any], activation: str = "tanh"
+    ) -> None:
         super().__init__()
-        self.body, self.ends = mlp([4, 5, outputs], seed=2), ends
+        self.body, self.ends = mlp([4, 5, outputs], activation, seed=2), ends
 
     def forward(self, x: Tensor) -> Any:
         return self.ends(self.body(x))

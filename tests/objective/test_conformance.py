@@ -186,6 +186,12 @@ def test_gauss_newton_refuses_a_loss_that_is_no_mean_over_its_terms():
     kronfac.GaussNewton(summed, reduction="sum").check_terms(Z, Y)
 
 
+@pytest.mark.parametrize("loss", [nn.KLDivLoss(reduction="batchmean"), nn.L1Loss()])
+def test_gauss_newton_warns_of_a_loss_without_curvature(loss):
+    with pytest.warns(UserWarning, match="0 at all outputs"):
+        kronfac.GaussNewton(loss).check_terms(Z.log_softmax(dim=1), Y.softmax(dim=1))
+
+
 def test_gauss_newton_without_targets_is_refused():
     with pytest.raises(ClosureError, match="depends on the targets"):
         kronfac.objective.objective_of(kronfac.GaussNewton(nn.HuberLoss())).declare(Z.shape)

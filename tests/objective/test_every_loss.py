@@ -76,8 +76,31 @@ def test_the_curvature_along_any_vector_is_that_of_the_definition(name):
 @pytest.mark.parametrize("name", CASES)
 def test_the_blocks_of_one_example_are_those_of_the_definition(name):
     """E[a aᵀ ⊗ g gᵀ] = a aᵀ ⊗ E[g gᵀ] if there is one a."""
-    case, x = CASES[name], normal(1, 4)
-    model = Heads(case.outputs, case.ends)
+    compare_blocks(Heads(CASES[name].outputs, CASES[name].ends), CASES[name], normal(1, 4))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mse",
+        "mse, sum",
+        "mse, images",
+        "gaussian nll, a known variance",
+        "huber, quadratic",
+        "smooth l1, quadratic",
+        "declared",
+        "least squares",
+        "two losses",
+    ],
+)
+def test_the_blocks_of_a_deep_linear_network_are_those_of_the_definition(name):
+    """g is the same for all examples if neither the Jacobian nor C depends on them."""
+    case = CASES[name]
+    compare_blocks(Heads(case.outputs, case.ends, "identity"), case, normal(N, 4))
+
+
+def compare_blocks(model: Heads, case: Case, x: Tensor) -> None:
+    """Every A ⊗ G of the exact Fisher with the block of F on the diagonal."""
     network, batch, _ = recorded(model, case, x)
     curvature = estimate_on(network, batch, ExactFisher())
     F = dense_fisher(model, case, x)

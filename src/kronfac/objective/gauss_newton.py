@@ -5,6 +5,7 @@ the negative log-likelihood of an exponential family in its natural parameters t
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
@@ -120,7 +121,9 @@ class GaussNewton(Likelihood):
 
     @torch.no_grad()
     def check_terms(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse a loss that is no mean, or no sum, over its terms; asked once, as the host waits for it.
+        """Refuse a loss that is no mean, or no sum, over its terms, and warn of one without curvature.
+
+        Asked once, as the host waits for it.
 
         Raises:
             UnsupportedLossError: it is none.
@@ -142,6 +145,17 @@ class GaussNewton(Likelihood):
                 f"but over all {len(outputs)} terms it is not that of its two halves. If it is a "
                 f"{'mean' if self.summed else 'sum'}, say so with reduction=; if its terms depend on each "
                 "other, or it divides by a number of targets, KFAC can't take it apart."
+            )
+
+        if not bool(
+            self.arranged(outputs.shape[1:]).given(targets)._root(outputs.flatten(1)).any()
+        ):
+            warnings.warn(
+                "The Hessian of the loss that GaussNewton was given is 0 at all outputs of the first "
+                "mini-batch, as it is if the loss is linear in them: KFAC is left with its damping. Take "
+                "the loss of logits instead of log-probabilities, or a loss with curvature, as HuberLoss.",
+                UserWarning,
+                stacklevel=2,
             )
 
     def _root(self, outputs: Tensor) -> Tensor:
