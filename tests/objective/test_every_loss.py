@@ -21,9 +21,11 @@ from kronfac.network import record
 from tests.conftest import AUTODIFF, network_of, normal
 from tests.curvature.test_estimate import estimate_on
 from tests.objective.loss_cases import CASES, Case, Heads
+from tests.objective.unreduced_cases import UNREDUCED
 from tests.reference import dense
 
 N = 5
+EVERY = CASES | UNREDUCED
 
 
 def flat(outputs: Any) -> Tensor:
@@ -56,9 +58,9 @@ def rows_of(network, vector) -> Tensor:
     return torch.cat([part.flatten() for part in network.split(vector)])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_curvature_along_any_vector_is_that_of_the_definition(name):
-    case, x = CASES[name], normal(N, 4)
+    case, x = EVERY[name], normal(N, 4)
     model = Heads(case.outputs, case.ends)
     network, batch, loss = recorded(model, case, x)
     directions = [
@@ -73,10 +75,10 @@ def test_the_curvature_along_any_vector_is_that_of_the_definition(name):
         assert_close(batch.seen_loss, loss, **AUTODIFF)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_blocks_of_one_example_are_those_of_the_definition(name):
     """E[a aᵀ ⊗ g gᵀ] = a aᵀ ⊗ E[g gᵀ] if there is one a."""
-    compare_blocks(Heads(CASES[name].outputs, CASES[name].ends), CASES[name], normal(1, 4))
+    compare_blocks(Heads(EVERY[name].outputs, EVERY[name].ends), EVERY[name], normal(1, 4))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_the_blocks_of_one_example_are_those_of_the_definition(name):
 )
 def test_the_blocks_of_a_deep_linear_network_are_those_of_the_definition(name):
     """g is the same for all examples if neither the Jacobian nor C depends on them."""
-    case = CASES[name]
+    case = EVERY[name]
     compare_blocks(Heads(case.outputs, case.ends, "identity"), case, normal(N, 4))
 
 
@@ -121,10 +123,10 @@ def compare_blocks(model: Heads, case: Case, x: Tensor) -> None:
         assert_close(dense.kron(block.A, block.G), own[order][:, order], **AUTODIFF)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY)
 def test_some_of_the_examples_have_their_own_curvature(name):
     """The curvature is a sum over examples: parts of the pass add up to all of it."""
-    case, x = CASES[name], normal(N, 4)
+    case, x = EVERY[name], normal(N, 4)
     model = Heads(case.outputs, case.ends)
     network, batch, _ = recorded(model, case, x)
     direction = [tuple(normal(*unit.shape, seed=i) for i, unit in enumerate(network.units))]

@@ -11,7 +11,12 @@ from torch.testing import assert_close
 
 import kronfac
 from kronfac import KFAC
-from kronfac.errors import ClosureError, TargetError, UnsupportedModelError
+from kronfac.errors import (
+    ClosureError,
+    TargetError,
+    UnsupportedLossError,
+    UnsupportedModelError,
+)
 from tests.conftest import mlp, normal, seeded
 
 N = 40
@@ -246,6 +251,56 @@ def test_targets_of_a_pair_that_torch_would_broadcast_are_refused():
 
 
 # -------------------------------------------------------------------------------- several losses a step
+
+
+def test_a_mask_by_hand_is_the_same_as_ignored_targets():
+    by_hand, ignored = network(), network()
+    optimizers = [KFAC(model, nn.CrossEntropyLoss()) for model in (by_hand, ignored)]
+    kept = PADDED >= 0
+
+    def masked(z: Tensor, y: Tensor) -> Tensor:
+        each = functional.cross_entropy(z, CLASSES, reduction="none")
+        return (each * kept).sum() / kept.sum()
+
+    for _ in range(4):
+        optimizers[0].step(own(optimizers[0], masked, PADDED))
+        optimizers[1].step(own(optimizers[1], nn.CrossEntropyLoss(), PADDED))
+        assert not optimizers[0].report.events
+    same(by_hand, ignored)
+
+
+def test_a_loss_without_a_reduction_that_is_maximised_is_refused():
+    optimizer = KFAC(network(), nn.MSELoss())
+
+    def maximised(z: Tensor, y: Tensor) -> Tensor:
+        each = functional.mse_loss(z, y, reduction="none")
+        return each[:, 0].mean() - each[:, 1].mean()
+
+    with pytest.raises(UnsupportedLossError, match="losses that are minimised"):
+        optimizer.step(own(optimizer, maximised, REAL))
+
+
+@pytest.mark.parametrize("name", ["huber", "poisson", "nll", "gaussian nll", "gauss-newton"])
+def test_it_trains_inside_autocast(name):
+    make, loss, y = LOSSES[name]
+    model = make().float()
+    x, y = X.float(), y.float() if y.is_floating_point() else y
+    loss = copy.deepcopy(loss).float()
+    optimizer = KFAC(model, loss)
+    before = float(called(loss, model(x), y).detach())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = model(x)
+            value = called(loss, outputs, y)
+        value.backward()
+        return value
+
+    for _ in range(10):
+        optimizer.step(closure)
+        assert not optimizer.report.refused
+    assert float(called(loss, model(x), y).detach()) < before
 
 
 def test_passes_may_have_losses_of_different_kinds():

@@ -97,7 +97,7 @@ class LossCall:
         assert self.function is not None
         values = {self.input: outputs}
         loss = self.function(*fill(self.args, values), **fill(self.kwargs or {}, values))
-        result: Tensor = loss.double() * self.factor
+        result: Tensor = (loss.double() * self.factor).sum()
         return result
 
 

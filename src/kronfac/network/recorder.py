@@ -294,15 +294,20 @@ def _with_factor(seen: _Seen) -> LossCall | None:
         return None
     factor: float | Tensor = seen.arrived
     if not seen.arrived.is_cuda:
-        factor = float(seen.arrived)
-        if factor < 0:
+        least = float(seen.arrived.min())
+        if seen.arrived.dim() == 0:
+            factor = least
+        if least < 0:
             raise UnsupportedLossError(
                 "KFAC needs losses that are minimised; one of those that the closure called enters its "
-                f"objective with the factor {factor:g}, which has no positive curvature. Leave it out, or "
+                f"objective with the factor {least:g}, which has no positive curvature. Leave it out, or "
                 "declare the terms that are minimised with kronfac.observe."
             )
-    terms = seen.call.terms.scaled(factor)
-    return replace(seen.call, terms=terms, value=seen.loss * seen.arrived, factor=factor)
+    terms = seen.call.terms
+    # A loss without a reduction: how it is reduced is what arrives at each of its elements.
+    own = terms.weighed_by(seen.arrived) if seen.arrived.dim() else terms.scaled(factor)
+    value = (seen.loss * seen.arrived).sum()
+    return replace(seen.call, terms=own, value=value, factor=factor)
 
 
 def _device(model: nn.Module) -> torch.device:

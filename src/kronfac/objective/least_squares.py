@@ -34,7 +34,11 @@ def least_squares(
             least_squares, (residual,), residual, weight, reduction=reduction
         )
         return result
-    mean = is_mean("least_squares", reduction)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"kronfac.least_squares is a 'mean' or a 'sum'; got the reduction {reduction!r}."
+        )
+    mean = reduction == "mean"
     squares = residual.square() * _expanded(residual, weight)
     return squares.mean() if mean else squares.sum()
 

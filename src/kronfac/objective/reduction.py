@@ -11,18 +11,18 @@ from kronfac.objective.terms import Terms
 def is_mean(
     name: str, reduction: str, size_average: bool | None = None, reduce: bool | None = None
 ) -> bool:
-    """Whether the loss is a mean; False if it is a sum.
+    """Whether the loss is a mean; False if it is a sum, or is left for the caller to reduce.
 
     Raises:
-        UnsupportedLossError: it is no scalar, or says so with arguments that torch has deprecated.
+        UnsupportedLossError: the reduction is unknown, or is given by arguments that torch has deprecated.
     """
     if size_average is not None or reduce is not None:
         raise UnsupportedLossError(
             f"KFAC reads {name} with the argument reduction, not size_average and reduce."
         )
-    if reduction not in ("mean", "sum"):
+    if reduction not in ("mean", "sum", "none"):
         raise UnsupportedLossError(
-            f"KFAC needs {name} with reduction 'mean' or 'sum', a scalar; got {reduction!r}."
+            f"KFAC reads {name} with reduction 'mean', 'sum' or 'none'; got {reduction!r}."
         )
     return reduction == "mean"
 

@@ -86,6 +86,16 @@ class Terms:
         weight = factor.expand(self.count) if self.weight is None else self.weight * factor
         return replace(self, weight=weight, summed=False)
 
+    def weighed_by(self, each: Tensor) -> "Terms":
+        """The terms of Σ each ⊙ loss, for a loss without a reduction: one number a term, or an output."""
+        each = each.reshape(self.count, -1)
+        if self.channels:
+            each = each.squeeze(1)
+        elif each.shape[1] < self.event:  # a mean and a variance have one loss
+            each = each.repeat(1, self.event // each.shape[1])
+        weight = each if self.weight is None else self.weight * each
+        return replace(self, weight=weight, summed=False)
+
     @property
     def total_weight(self) -> float:
         """Σ_t s w_t: 1 for a mean over terms, their number for a sum."""
