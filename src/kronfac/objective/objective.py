@@ -157,7 +157,9 @@ def objective_of(loss: nn.Module) -> Objective:
         return Objective(loss, loss, likelihood_loss, mean=not loss.summed)
     # Exact types: a subclass may compute anything in its forward.
     form = _FORMS.get(type(loss))
-    name = type(loss).__name__ if isinstance(loss, nn.Module) else repr(loss)
+    name = type(loss).__name__
+    if not isinstance(loss, nn.Module):
+        name = f"the {name} {getattr(loss, '__name__', loss)}"
     if form is None:
         known = ", ".join(module.__name__ for module in _FORMS)
         raise UnsupportedLossError(
