@@ -37,6 +37,6 @@ def test_the_readme_is_short():
 def test_the_examples_of_the_guide_run():
     torch.manual_seed(0)
     names: dict[str, object] = {}
-    run(ROOT / "docs" / "using.md", 4, names)
+    run(ROOT / "docs" / "using.md", 6, names)
     assert names["k"] == 100
     assert names["optimizer"].report.loss < 1e-2

@@ -41,7 +41,19 @@ from kronfac.curvature import (
 )
 from kronfac.errors import KronfacError
 from kronfac.network import Adapter, Blocks, LinearAdapter, Use, register
-from kronfac.objective import Bernoulli, Categorical, Gaussian, Likelihood, observe
+from kronfac.objective import (
+    Bernoulli,
+    Categorical,
+    ElementwiseLikelihood,
+    Gaussian,
+    GaussNewton,
+    HeteroscedasticGaussian,
+    Huber,
+    Likelihood,
+    Poisson,
+    least_squares,
+    observe,
+)
 from kronfac.optimizer import KFAC
 from kronfac.report import Event, EventKind, StepReport
 from kronfac.settings import First
@@ -75,6 +87,7 @@ __all__ = [
     "DenseBlock",
     "DiagonalBlock",
     "DiagonalMoments",
+    "ElementwiseLikelihood",
     "EmpiricalFisher",
     "Event",
     "EventKind",
@@ -88,7 +101,10 @@ __all__ = [
     "GammaRule",
     "GammaSearch",
     "GammaState",
+    "GaussNewton",
     "Gaussian",
+    "HeteroscedasticGaussian",
+    "Huber",
     "KroneckerBlock",
     "KronfacError",
     "LambdaSearch",
@@ -98,6 +114,7 @@ __all__ = [
     "LongMemory",
     "Measurement",
     "Moments",
+    "Poisson",
     "QuadraticModel",
     "RawStep",
     "SampledFisher",
@@ -110,6 +127,7 @@ __all__ = [
     "TiedGamma",
     "Use",
     "averaged",
+    "least_squares",
     "observe",
     "presets",
     "register",

@@ -79,7 +79,7 @@ class MiniBatchClosure:
             share = self.objective.denominator(targets) / whole if weighed and whole else 1.0
             if share == 0:
                 continue  # all of its targets are ignored
-            loss = self.objective.module(self._model(*(arg[part] for arg in self._args)), targets)
+            loss = self.objective.loss(self._model(*(arg[part] for arg in self._args)), targets)
             (loss * share).backward()
             total = total + loss.detach() * share
         return total
@@ -123,7 +123,8 @@ class MiniBatchClosure:
     def _needs_graph(self, network: Network) -> bool:
         """Whether somebody is waiting for what only torch's own backward pass does."""
         return (
-            mixed(self._targets.device)
+            self.objective.of_pairs
+            or mixed(self._targets.device)
             or _has_any_global_hook()
             or any(t.requires_grad for t in (*self._args, self._targets))
             or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in network.parameters)

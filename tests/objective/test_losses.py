@@ -143,7 +143,7 @@ def test_calls_that_do_not_fit_are_refused():
         READERS[mse](z, GREY[:, 0])
     with pytest.raises(TargetError, match="class indices of shape"):
         READERS[ce](z, CLASSES[:2])
-    with pytest.raises(UnsupportedLossError, match="a scalar; got 'none'"):
-        READERS[ce](z, CLASSES, reduction="none")
+    with pytest.raises(UnsupportedLossError, match="'mean', 'sum' or 'none'; got 'all'"):
+        READERS[ce](z, CLASSES, reduction="all")
     with pytest.raises(UnsupportedLossError, match="not size_average"):
         READERS[mse](z, GREY, size_average=False)

@@ -212,9 +212,10 @@ class Subclass(nn.MSELoss):
     ("loss", "message"),
     [
         (nn.L1Loss(), "L1Loss is not one it knows"),
-        (nn.SmoothL1Loss(), "SmoothL1Loss is not one it knows"),
-        (nn.NLLLoss(), "NLLLoss is not one it knows"),
-        (nn.BCELoss(), "BCELoss is not one it knows"),
+        (nn.L1Loss(), r"give KFAC kronfac.GaussNewton\(loss\)"),
+        (torch.nn.functional.huber_loss, "the function huber_loss is not one it knows"),
+        (nn.SmoothL1Loss(beta=0.0), "needs smooth_l1_loss with a positive beta"),
+        (nn.GaussianNLLLoss(reduction="none"), "a scalar; got 'none'"),
         (nn.Linear(2, 2), "Linear is not one it knows"),
         (Subclass(), "Subclass is not one it knows"),
         (nn.MSELoss(reduction="none"), "a scalar; got 'none'"),

@@ -225,7 +225,7 @@ class OwnMSE(nn.MSELoss):
     ("loss", "culprit"),
     [
         (nn.L1Loss(), "L1Loss"),
-        (nn.NLLLoss(), "NLLLoss"),
+        (nn.KLDivLoss(), "KLDivLoss"),
         (OwnMSE(), "OwnMSE"),
         (functional.mse_loss, "function"),
         (nn.MSELoss, "type"),

@@ -4,6 +4,7 @@ Each term enters as a vector r in output space with E[r rᵀ] = s w F_R. What it
 every use is what the blocks see.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -184,24 +185,27 @@ def _with_noise(
 
     A generator asked in chunks gives other numbers: so the estimate does not depend on the chunk size.
     """
-    heads = [list(calls) for calls in zip(*(part.terms for part in sample.passes), strict=False)]
-    left: list[Tensor | None] = []
-    for i, part in enumerate(sample.passes):
-        view = sample.linearize(part)
-        if i == 0:
-            left = [
-                fisher.noise(calls[0], sum(terms.count for terms in calls), z, generator)
-                for calls, z in zip(heads, view.outputs, strict=False)
-            ]
-        noise: list[Tensor | None] = []
+    counts: dict[object, int] = defaultdict(int)
+    for part in sample.passes:
         for j, terms in enumerate(part.terms):
-            if j >= len(left):  # not every pass has this loss call
-                noise.append(fisher.noise(terms, terms.count, view.outputs[j], generator))
-                continue
-            draws = left[j]
+            counts[_head(j, terms)] += terms.count
+    left: dict[object, Tensor | None] = {}
+    for part in sample.passes:
+        view = sample.linearize(part)
+        noise: list[Tensor | None] = []
+        for j, (terms, z) in enumerate(zip(part.terms, view.outputs, strict=True)):
+            head = _head(j, terms)
+            if head not in left:
+                left[head] = fisher.noise(terms, counts[head], z, generator)
+            draws = left[head]
             noise.append(None if draws is None else draws[:, : terms.count])
-            left[j] = None if draws is None else draws[:, terms.count :]
+            left[head] = None if draws is None else draws[:, terms.count :]
         yield part, view, noise
+
+
+def _head(number: int, terms: Terms) -> object:
+    """What loss calls have in common that draw alike: passes may be about different losses."""
+    return number, type(terms.likelihood), terms.event
 
 
 class _Chains:

@@ -30,15 +30,20 @@ class SeenLoss:
             return None
         factor: float | Tensor = self.arrived
         if not self.arrived.is_cuda:
-            factor = float(self.arrived)
-            if factor < 0:
+            least = float(self.arrived.min())
+            if self.arrived.dim() == 0:
+                factor = least
+            if least < 0:
                 raise UnsupportedLossError(
                     "KFAC needs losses that are minimised; one of those that the closure called enters "
-                    f"its objective with the factor {factor:g}, which has no positive curvature. Leave it "
+                    f"its objective with the factor {least:g}, which has no positive curvature. Leave it "
                     "out, or declare the terms that are minimised with kronfac.observe."
                 )
-        terms = self.call.terms.scaled(factor)
-        return replace(self.call, terms=terms, value=self.loss * self.arrived, factor=factor)
+        terms = self.call.terms
+        # A loss without a reduction: how it is reduced is what arrives at each of its elements.
+        own = terms.weighed_by(self.arrived) if self.arrived.dim() else terms.scaled(factor)
+        value = (self.loss * self.arrived).sum()
+        return replace(self.call, terms=own, value=value, factor=factor)
 
 
 def group(steps: Sequence[Step], losses: Sequence[LossCall]) -> tuple[Pass, ...]:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from kronfac.network.nested import Ref, fill, tensors_of
 from kronfac.network.plain import own_pass
 from kronfac.network.side_effects import RandomState, replay
-from kronfac.objective import READERS, Terms
+from kronfac.objective import JOINED, READERS, Terms
 
 __all__ = ["Batch", "LossCall", "ModelCall", "Operation", "Pass", "Ref"]
 
@@ -110,7 +110,7 @@ class LossCall:
         assert self.function is not None
         values = {self.input: outputs}
         loss = self.function(*fill(self.args, values), **fill(self.kwargs or {}, values))
-        result: Tensor = loss.double() * self.factor
+        result: Tensor = (loss.double() * self.factor).sum()
         return result
 
 
@@ -226,6 +226,9 @@ class CatchLosses(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in JOINED:
+            with self:
+                return JOINED[func](True, *args, **kwargs)
         if func in READERS:
             self.inputs.append(loss_input(args, kwargs))
         return func(*args, **kwargs)

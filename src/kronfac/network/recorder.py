@@ -29,7 +29,7 @@ from kronfac.network.program import (
 )
 from kronfac.network.side_effects import RandomState
 from kronfac.network.tape import Tape, written_by
-from kronfac.objective import READERS, Objective, observe
+from kronfac.objective import JOINED, READERS, Objective, observe
 from kronfac.precision import mixed
 
 HALF = (torch.float16, torch.bfloat16)
@@ -117,6 +117,9 @@ class Recording(TorchFunctionMode):
     ) -> Any:
         """See every torch function that this thread calls."""
         kwargs = kwargs or {}
+        if func in JOINED:
+            with self:
+                return JOINED[func](self._depth > 0, *args, **kwargs)
         if func in READERS:
             return self._on_loss(func, args, kwargs)
         if self._depth or func == _GRADIENT:

@@ -25,10 +25,25 @@ class Likelihood(nn.Module, ABC):
     saturates: ClassVar[bool] = False
     """Whether the score is a difference of probabilities, which has no digits left if a term is all but
     certain: if −log r is of the size of the dtype's ε."""
+    needs_targets: ClassVar[bool] = False
+    """Whether its curvature is defined at known targets alone, as that of `GaussNewton` is."""
+
+    @property
+    def summed(self) -> bool:
+        """Whether it is a sum over the terms if it is called as a loss; else it is a mean."""
+        return False
+
+    def given(self, targets: Tensor) -> "Likelihood":
+        """The same for terms with these targets: itself, unless its curvature depends on them."""
+        return self
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean over terms of −log r(y|z)."""
         return likelihood_loss(self, outputs, targets)
+
+    def reduced(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What a call returns: the mean over terms, or the sum if it is `summed`."""
+        return self.negative_log_likelihood(outputs, targets) / len(outputs)
 
     @abstractmethod
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -81,7 +96,7 @@ def likelihood_loss(likelihood: Likelihood, outputs: Tensor, targets: Tensor) ->
         )
         return loss
     likelihood.check(outputs, targets)
-    return likelihood.negative_log_likelihood(outputs, targets) / len(outputs)
+    return likelihood.reduced(outputs, targets)
 
 
 def unit_columns(scales: Tensor) -> Iterator[Tensor]:

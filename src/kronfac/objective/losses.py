@@ -2,10 +2,15 @@
 
 | loss | likelihood | s, mean | s, sum |
 | --- | --- | --- | --- |
-| `kronfac.Gaussian`, `Bernoulli`, `Categorical`, called | itself | 1 / terms | – |
+| `kronfac.Gaussian` and the other likelihoods, called | itself | 1 / terms | – |
+| `kronfac.GaussNewton`, called | itself | 1 / terms | 1 |
 | `mse_loss` | Gaussian(σ² = ½) | 1 / (terms · event) | 1 |
+| `huber_loss`, `smooth_l1_loss` | Huber(δ), Huber(β, 1/β) | 1 / (terms · event) | 1 |
 | `binary_cross_entropy_with_logits` | Bernoulli | 1 / (terms · event) | 1 |
-| `cross_entropy` | Categorical | 1 / Σw | 1 |
+| `binary_cross_entropy` | BernoulliProbability | 1 / (terms · event) | 1 |
+| `poisson_nll_loss` | Poisson | 1 / (terms · event) | 1 |
+| `gaussian_nll_loss` | HeteroscedasticGaussian | 1 / means | 1 |
+| `cross_entropy`, `nll_loss` | Categorical | 1 / Σw | 1 |
 
 So `MSELoss()` is the average negative log-likelihood of a Gaussian with variance event / 2. A loss module
 of torch calls the function of the same name, so both are read here.
@@ -14,41 +19,23 @@ of torch calls the function of the same name, so both are read here.
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kronfac.errors import TargetError, UnsupportedLossError
+from kronfac.errors import UnsupportedLossError
 from kronfac.objective.base import Likelihood, likelihood_loss
 from kronfac.objective.bernoulli import Bernoulli
-from kronfac.objective.categorical import Categorical
+from kronfac.objective.class_losses import read_cross_entropy, read_nll
+from kronfac.objective.gauss_newton import GaussNewton
 from kronfac.objective.gaussian import Gaussian
+from kronfac.objective.huber import Huber
+from kronfac.objective.poisson import Poisson
+from kronfac.objective.probability import BernoulliProbability
+from kronfac.objective.reduction import elementwise, is_mean, rows
 from kronfac.objective.terms import Terms
 
 Reader = Callable[..., Terms]
 """From a loss function's own arguments to its terms."""
-
-
-def _reduction(name: str, reduction: str, size_average: bool | None, reduce: bool | None) -> bool:
-    """Whether the loss is a mean; False if it is a sum."""
-    if size_average is not None or reduce is not None:
-        raise UnsupportedLossError(
-            f"KFAC reads {name} with the argument reduction, not size_average and reduce."
-        )
-    if reduction not in ("mean", "sum"):
-        raise UnsupportedLossError(
-            f"KFAC needs {name} with reduction 'mean' or 'sum', a scalar; got {reduction!r}."
-        )
-    return reduction == "mean"
-
-
-def _rows(outputs: Tensor, values: Tensor) -> Tensor:
-    """Values of the outputs' shape as (terms, event)."""
-    return values.expand_as(outputs).reshape(len(outputs) if outputs.dim() else 1, -1)
-
-
-def _shape(outputs: Tensor) -> torch.Size:
-    return outputs.shape if outputs.dim() else torch.Size((1,))
 
 
 def _mse(
@@ -59,15 +46,45 @@ def _mse(
     reduction: str = "mean",
     weight: Tensor | None = None,
 ) -> Terms:
-    likelihood = Gaussian(variance=0.5)
-    likelihood.check(input, target)
-    mean = _reduction("mse_loss", reduction, size_average, reduce)
-    scale = 1 / input.numel() if mean else 1.0
-    weights = None if weight is None else _rows(input, weight.detach())
-    if weights is not None and mean:
-        weights, scale = weights / weights.sum(), 1.0
-    targets = _rows(input, target.detach())
-    return Terms(likelihood, _shape(input), scale, weights, targets, summed=not mean)
+    mean = is_mean("mse_loss", reduction, size_average, reduce)
+    return elementwise(Gaussian(variance=0.5), input, target, mean, weight, over_weights=True)
+
+
+def _huber(
+    input: Tensor,
+    target: Tensor,
+    reduction: str = "mean",
+    delta: float = 1.0,
+    weight: Tensor | None = None,
+) -> Terms:
+    mean = is_mean("huber_loss", reduction)
+    return elementwise(Huber(delta), input, target, mean, weight, over_weights=True)
+
+
+def _smooth_l1(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    beta: float = 1.0,
+) -> Terms:
+    mean = is_mean("smooth_l1_loss", reduction, size_average, reduce)
+    return elementwise(smooth_l1(beta), input, target, mean)
+
+
+def smooth_l1(beta: float) -> Huber:
+    """The likelihood of `smooth_l1_loss`, which is `huber_loss` with δ = β, divided by β.
+
+    Raises:
+        UnsupportedLossError: β is 0.
+    """
+    if beta == 0:
+        raise UnsupportedLossError(
+            "KFAC needs smooth_l1_loss with a positive beta: with 0 it is the absolute value, whose "
+            "curvature has no bound. Use a beta of about the smallest residual that matters."
+        )
+    return Huber(beta, 1 / beta)
 
 
 def _bce(
@@ -79,87 +96,63 @@ def _bce(
     reduction: str = "mean",
     pos_weight: Tensor | None = None,
 ) -> Terms:
+    mean = is_mean("binary_cross_entropy_with_logits", reduction, size_average, reduce)
     likelihood = Bernoulli()
     likelihood.check(input, target)
-    mean = _reduction("binary_cross_entropy_with_logits", reduction, size_average, reduce)
-    weights = None if weight is None else _rows(input, weight.detach())
     if pos_weight is not None:
         # −[p y log σ(z) + (1 − y) log(1 − σ(z))] has the curvature (p y + 1 − y) σ(z) (1 − σ(z)).
-        positive = _rows(input, 1 + (pos_weight.detach() - 1) * target.detach())
-        weights = positive if weights is None else weights * positive
-    scale = 1 / input.numel() if mean else 1.0
-    targets = _rows(input, target.detach())
-    return Terms(likelihood, _shape(input), scale, weights, targets, summed=not mean)
+        positive = 1 + (pos_weight.detach() - 1) * target.detach()
+        weight = positive if weight is None else weight * positive
+    return elementwise(likelihood, input, target, mean, weight)
 
 
-def _cross_entropy(
+def _bce_of_probabilities(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
-    ignore_index: int = -100,
     reduce: bool | None = None,
     reduction: str = "mean",
-    label_smoothing: float = 0.0,
 ) -> Terms:
-    mean = _reduction("cross_entropy", reduction, size_average, reduce)
-    shape = torch.Size(input.shape)
-    if input.dim() == 1:  # one example, without a batch dimension
-        input, target = input.unsqueeze(0), target.unsqueeze(0)
-    classes, soft = input.shape[1], target.is_floating_point()
-    expected = input.shape if soft else torch.Size((len(input), *input.shape[2:]))
-    if target.shape != expected:
-        raise TargetError(
-            f"cross_entropy needs class indices of shape {(len(input), *input.shape[2:])} and an integer "
-            f"dtype, or distributions of shape {tuple(input.shape)} and a floating one; got "
-            f"{tuple(target.shape)}, {target.dtype}."
-        )
-    target = target.detach()
-    targets = target.movedim(1, -1).reshape(-1, classes) if soft else target.reshape(-1)
-    uniform = label_smoothing / classes
-    # The curvature of −Σ_c v_c q_c log p_c is (Σ_c v_c q_c)(diag(p) − p pᵀ), q with the smoothing.
-    weights: Tensor | None = None
-    counted: Tensor | float = float(len(targets))
-    if soft:
-        if weight is not None:
-            weights = ((1 - label_smoothing) * targets + uniform) @ weight.detach()
-    else:
-        kept = targets != ignore_index
-        if weight is None and not targets.is_cuda and bool(kept.all()):
-            # What is usual; on a GPU the question would cost a synchronisation.
-            scale = 1 / len(targets) if mean else 1.0
-            likelihood = Categorical(label_smoothing)
-            return Terms(likelihood, shape, scale, None, targets, not mean, channels=True)
-        # Not −100, which is no class: whatever is there is multiplied by 0.
-        targets = targets.where(kept, torch.zeros((), dtype=targets.dtype, device=targets.device))
-        of_class = input.new_ones(()) if weight is None else weight.detach()[targets]
-        counted = (kept * of_class).sum()
-        weights = kept * ((1 - label_smoothing) * of_class + uniform * _sum(weight, classes))
-    scale = 1.0
-    if mean and isinstance(counted, Tensor):
-        assert weights is not None
-        weights = weights / counted
-    elif mean:
-        scale = 1 / len(targets)
-    likelihood = Categorical(label_smoothing)
-    return Terms(likelihood, shape, scale, weights, targets, not mean, channels=True)
+    mean = is_mean("binary_cross_entropy", reduction, size_average, reduce)
+    return elementwise(BernoulliProbability(), input, target, mean, weight)
 
 
-def _sum(weight: Tensor | None, classes: int) -> Tensor | float:
-    return float(classes) if weight is None else weight.detach().sum()
+def _poisson(
+    input: Tensor,
+    target: Tensor,
+    log_input: bool = True,
+    full: bool = False,
+    size_average: bool | None = None,
+    eps: float = 1e-8,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Terms:
+    mean = is_mean("poisson_nll_loss", reduction, size_average, reduce)
+    return elementwise(Poisson(log_input, eps), input, target, mean)
 
 
 def _likelihood(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Terms:
     likelihood.check(outputs, targets)
-    if targets.shape == outputs.shape:
-        targets = _rows(outputs, targets)
-    return Terms(likelihood, outputs.shape, 1 / len(outputs), None, targets.detach())
+    scale = 1.0 if likelihood.summed else 1 / len(outputs)
+    targets = targets.detach()
+    if isinstance(likelihood, GaussNewton):
+        likelihood.check_terms(outputs, targets)
+        likelihood = likelihood.arranged(outputs.shape[1:])
+    elif targets.shape == outputs.shape:
+        targets = rows(outputs, targets)
+    return Terms(likelihood, outputs.shape, scale, None, targets, summed=likelihood.summed)
 
 
 READERS: dict[Callable[..., Any], Reader] = {
     functional.mse_loss: _mse,
+    functional.huber_loss: _huber,
+    functional.smooth_l1_loss: _smooth_l1,
     functional.binary_cross_entropy_with_logits: _bce,
-    functional.cross_entropy: _cross_entropy,
+    functional.binary_cross_entropy: _bce_of_probabilities,
+    functional.poisson_nll_loss: _poisson,
+    functional.cross_entropy: read_cross_entropy,
+    functional.nll_loss: read_nll,
     likelihood_loss: _likelihood,
 }
 """The reader of every loss function that K-FAC knows."""

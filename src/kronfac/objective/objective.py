@@ -8,12 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kronfac.errors import UnsupportedLossError
+from kronfac.errors import ClosureError, UnsupportedLossError, UnsupportedModelError
 from kronfac.objective.base import Likelihood, likelihood_loss
 from kronfac.objective.bernoulli import Bernoulli
 from kronfac.objective.categorical import Categorical
 from kronfac.objective.gaussian import Gaussian
-from kronfac.objective.losses import READERS
+from kronfac.objective.heteroscedastic import HeteroscedasticGaussian
+from kronfac.objective.huber import Huber
+from kronfac.objective.joined import JOINED
+from kronfac.objective.losses import READERS, smooth_l1
+from kronfac.objective.poisson import Poisson
+from kronfac.objective.probability import BernoulliProbability
 from kronfac.objective.terms import Terms
 
 
@@ -33,6 +38,28 @@ class Objective:
     over_outputs: bool = False
     """Whether the mean is also over the outputs of a term, as torch's element-wise losses take it."""
 
+    @property
+    def of_pairs(self) -> bool:
+        """Whether the model returns two tensors, a mean and a variance."""
+        return self.function in JOINED
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        """The loss of what the model returned.
+
+        Raises:
+            UnsupportedModelError: a loss of mean and variance got something else.
+        """
+        if self.of_pairs:
+            if not isinstance(outputs, (tuple, list)) or len(outputs) != 2:
+                raise UnsupportedModelError(
+                    f"KFAC.closure with {type(self.module).__name__} needs a model that returns a tuple "
+                    f"(mean, variance); got {type(outputs).__name__}. Return one, or write a closure."
+                )
+            loss: Tensor = self.module(outputs[0], targets, outputs[1])
+            return loss
+        loss = self.module(outputs, targets)
+        return loss
+
     def read(self, outputs: Tensor, targets: Tensor) -> Terms:
         """The terms of a call.
 
@@ -44,7 +71,7 @@ class Objective:
 
     def denominator(self, targets: Tensor) -> float:
         """What a mean over these targets divides by, relative to others; 0 if all of them are ignored."""
-        if self.function is not functional.cross_entropy or targets.is_floating_point():
+        if "ignore_index" not in self.options or targets.is_floating_point():
             return float(len(targets))
         kept = targets != self.options["ignore_index"]
         weight = self.options["weight"]
@@ -53,13 +80,71 @@ class Objective:
         return float(weight[targets.where(kept, torch.zeros_like(targets))][kept].sum())
 
     def declare(self, shape: torch.Size) -> Terms:
-        """The terms of a call with outputs of this shape, if nothing is known of its targets."""
+        """The terms of a call with outputs of this shape, if nothing is known of its targets.
+
+        Raises:
+            ClosureError: the loss has no curvature that its shape alone tells.
+        """
+        if self.of_pairs:
+            raise ClosureError(
+                f"The closure did not call {type(self.module).__name__} where KFAC sees it, and the "
+                "model's outputs alone do not say which are means and which are variances. Call it in the "
+                "closure, or declare the outputs with kronfac.observe and kronfac.HeteroscedasticGaussian."
+            )
         channels = isinstance(self.likelihood, Categorical) and len(shape) > 1
         terms = Terms(self.likelihood, shape, summed=not self.mean, channels=channels)
         if not self.mean:
             return terms
         count = shape.numel() if self.over_outputs else terms.count
         return terms.scaled(1 / count)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a loss module of torch calls its function."""
+
+    function: Callable[..., Tensor]
+    likelihood: Callable[[Any], Likelihood]
+    options: tuple[str, ...] = ()
+    """The module's attributes that are arguments of the function."""
+    over_outputs: bool = True
+
+
+_FORMS: dict[type[nn.Module], _Form] = {
+    nn.MSELoss: _Form(functional.mse_loss, lambda loss: Gaussian(variance=0.5)),
+    nn.HuberLoss: _Form(functional.huber_loss, lambda loss: Huber(loss.delta), ("delta",)),
+    nn.SmoothL1Loss: _Form(functional.smooth_l1_loss, lambda loss: smooth_l1(loss.beta), ("beta",)),
+    nn.BCEWithLogitsLoss: _Form(
+        functional.binary_cross_entropy_with_logits,
+        lambda loss: Bernoulli(),
+        ("weight", "pos_weight"),
+    ),
+    nn.BCELoss: _Form(
+        functional.binary_cross_entropy, lambda loss: BernoulliProbability(), ("weight",)
+    ),
+    nn.PoissonNLLLoss: _Form(
+        functional.poisson_nll_loss,
+        lambda loss: Poisson(loss.log_input, loss.eps),
+        ("log_input", "full", "eps"),
+    ),
+    nn.GaussianNLLLoss: _Form(
+        functional.gaussian_nll_loss,
+        lambda loss: HeteroscedasticGaussian(loss.eps),
+        ("full", "eps"),
+    ),
+    nn.CrossEntropyLoss: _Form(
+        functional.cross_entropy,
+        lambda loss: Categorical(loss.label_smoothing),
+        ("weight", "ignore_index", "label_smoothing"),
+        over_outputs=False,
+    ),
+    nn.NLLLoss: _Form(
+        functional.nll_loss,
+        lambda loss: Categorical(),
+        ("weight", "ignore_index"),
+        over_outputs=False,
+    ),
+}
 
 
 def objective_of(loss: nn.Module) -> Objective:
@@ -69,34 +154,31 @@ def objective_of(loss: nn.Module) -> Objective:
         UnsupportedLossError: the module is not one that KFAC knows, or is no scalar.
     """
     if isinstance(loss, Likelihood):
-        return Objective(loss, loss, likelihood_loss)
-    name = type(loss).__name__
+        return Objective(loss, loss, likelihood_loss, mean=not loss.summed)
     # Exact types: a subclass may compute anything in its forward.
-    if type(loss) not in (nn.MSELoss, nn.BCEWithLogitsLoss, nn.CrossEntropyLoss):
+    form = _FORMS.get(type(loss))
+    name = type(loss).__name__
+    if not isinstance(loss, nn.Module):
+        name = f"the {name} {getattr(loss, '__name__', loss)}"
+    if form is None:
+        known = ", ".join(module.__name__ for module in _FORMS)
         raise UnsupportedLossError(
-            f"KFAC needs a loss that is the negative log-likelihood of a predictive distribution; "
-            f"{name} is not one it knows. Use MSELoss, BCEWithLogitsLoss, CrossEntropyLoss, "
-            "kronfac.Gaussian, kronfac.Bernoulli or kronfac.Categorical."
+            "KFAC needs a loss that is the negative log-likelihood of a predictive distribution; "
+            f"{name} is not one it knows. Use {known}, or a likelihood such as kronfac.Gaussian, "
+            "kronfac.Bernoulli or kronfac.Categorical. For any other loss that is convex in the model's "
+            "outputs, give KFAC kronfac.GaussNewton(loss)."
         )
     reduction = str(loss.reduction)
     if reduction not in ("mean", "sum"):
         raise UnsupportedLossError(
             f"KFAC needs {name} with reduction 'mean' or 'sum', a scalar; got {reduction!r}."
         )
-    mean = reduction == "mean"
-    options: dict[str, Any] = {"reduction": reduction}
-    if isinstance(loss, nn.MSELoss):
-        gaussian = Gaussian(variance=0.5)
-        return Objective(loss, gaussian, functional.mse_loss, options, mean, over_outputs=True)
-    if isinstance(loss, nn.BCEWithLogitsLoss):
-        options |= {"weight": loss.weight, "pos_weight": loss.pos_weight}
-        function = functional.binary_cross_entropy_with_logits
-        return Objective(loss, Bernoulli(), function, options, mean, over_outputs=True)
-    assert isinstance(loss, nn.CrossEntropyLoss)
-    options |= {
-        "weight": loss.weight,
-        "ignore_index": loss.ignore_index,
-        "label_smoothing": loss.label_smoothing,
-    }
-    categorical = Categorical(loss.label_smoothing)
-    return Objective(loss, categorical, functional.cross_entropy, options, mean)
+    options = {option: getattr(loss, option) for option in form.options}
+    return Objective(
+        loss,
+        form.likelihood(loss),
+        form.function,
+        {"reduction": reduction, **options},
+        reduction == "mean",
+        form.over_outputs,
+    )

@@ -5,6 +5,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from kronfac.errors import TargetError
 from kronfac.objective.base import Likelihood
+from kronfac.objective.gauss_newton import GaussNewton
 from kronfac.objective.losses import READERS
 from kronfac.objective.terms import Terms
 
@@ -30,7 +31,7 @@ def observe(
     Args:
         z: outputs, (terms, …).
         likelihood: the predictive distribution that the loss is the negative logarithm of.
-        targets: needed by `fisher="empirical"` alone.
+        targets: needed by `fisher="empirical"` and by `GaussNewton`, and used by `Huber`.
         weight: w, (terms,), such as 0 for padding.
         scale: s, such as 1/terms for a mean.
     """
@@ -55,8 +56,12 @@ def _read(
             f"kronfac.observe needs a likelihood, such as kronfac.Gaussian(); got {likelihood!r}."
         )
     if targets is not None:
+        targets = targets.detach()
         likelihood.check(z, targets)
-        if targets.shape == z.shape:
+        if isinstance(likelihood, GaussNewton):
+            likelihood.check_terms(z, targets)
+            likelihood = likelihood.arranged(z.shape[1:])
+        elif targets.shape == z.shape:
             targets = targets.reshape(len(z), -1)
     if weight is not None and weight.shape != z.shape[:1]:
         raise TargetError(

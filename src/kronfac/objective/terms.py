@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kronfac.errors import ClosureError
 from kronfac.objective.base import Likelihood
 
 
@@ -18,6 +19,7 @@ class Terms:
     """The terms of one loss call."""
 
     likelihood: Likelihood
+    """R_{y|z}; it is given the targets, if its curvature depends on them."""
     shape: torch.Size
     """The shape of the outputs that the loss was called with."""
     scale: float = 1.0
@@ -26,12 +28,23 @@ class Terms:
     """w, (terms,) or (terms, event); None for ones. A normalisation that depends on the targets, such as
     the number of those that are not ignored, is in here, so that no device is asked for it."""
     targets: Tensor | None = None
-    """(terms, event), or class indices (terms,); None if they are not known."""
+    """(terms, event), class indices (terms,), or (terms, …) if the likelihood arranges them itself; None if
+    they are not known."""
     summed: bool = False
     """Whether the loss is a sum over its terms, which grows with their number; else it is a mean."""
     channels: bool = False
     """Whether the event is dimension 1 of the outputs, as in torch's (N, C, d₁, …), or the only one; else
     it is all dimensions but the first."""
+
+    def __post_init__(self) -> None:
+        if self.targets is not None:
+            object.__setattr__(self, "likelihood", self.likelihood.given(self.targets))
+        elif self.likelihood.needs_targets:
+            raise ClosureError(
+                f"The curvature of {type(self.likelihood).__name__} depends on the targets, but the "
+                "closure did not call it where KFAC sees it. Call the loss that KFAC was given with the "
+                "model's outputs, or pass targets to kronfac.observe."
+            )
 
     @cached_property
     def event(self) -> int:
@@ -71,6 +84,16 @@ class Terms:
             summed = self.summed and factor == 1
             return replace(self, scale=self.scale * factor, summed=summed)
         weight = factor.expand(self.count) if self.weight is None else self.weight * factor
+        return replace(self, weight=weight, summed=False)
+
+    def weighed_by(self, each: Tensor) -> "Terms":
+        """The terms of Σ each ⊙ loss, for a loss without a reduction: one number a term, or an output."""
+        each = each.reshape(self.count, -1)
+        if self.channels:
+            each = each.squeeze(1)
+        elif each.shape[1] < self.event:  # a mean and a variance have one loss
+            each = each.repeat(1, self.event // each.shape[1])
+        weight = each if self.weight is None else self.weight * each
         return replace(self, weight=weight, summed=False)
 
     @property

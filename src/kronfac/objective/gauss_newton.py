@@ -1,0 +1,207 @@
+"""`kronfac.GaussNewton`: any loss that is convex in its outputs, by the generalised Gauss–Newton matrix.
+
+JᵀHJ with H = ∂²loss/∂z² of each term, from autograd, in the place of the Fisher JᵀF_R J [MG15 §2.1]. For
+the negative log-likelihood of an exponential family in its natural parameters the two are the same.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.errors import TargetError, UnsupportedLossError
+from kronfac.objective.base import Likelihood, unit_columns
+from kronfac.objective.elementwise import refuse_draw, signs
+
+TOLERANCE = 64
+"""Relative difference, in ε of the dtype, below which two sums of the same numbers are the same."""
+
+
+class GaussNewton(Likelihood):
+    """A loss (outputs, targets) → scalar with the curvature H = ∂²loss/∂z² of each of its terms.
+
+    The first dimension of outputs and targets is that of the terms, and the loss is a mean or a sum over
+    them: Σ_t ℓ(z_t, y_t), divided by their number if it is a mean. If ℓ is not convex, the negative
+    eigenvalues of H count as 0. Its cost for an event of d outputs is two backward passes through the loss
+    if the outputs do not meet in it (H is diagonal), else d of them and the eigenvalues of H, d × d.
+
+    Example:
+        >>> optimizer = kronfac.KFAC(model, kronfac.GaussNewton(nn.SoftMarginLoss()))
+    """
+
+    needs_targets: ClassVar[bool] = True
+
+    def __init__(
+        self, loss: Callable[[Tensor, Tensor], Tensor], reduction: str | None = None
+    ) -> None:
+        """`reduction` is "mean" or "sum" over the terms; None for what the loss says, or else "mean"."""
+        super().__init__()
+        found = str(getattr(loss, "reduction", "mean")) if reduction is None else reduction
+        if found not in ("mean", "batchmean", "sum"):
+            raise UnsupportedLossError(
+                f"GaussNewton needs a loss with reduction 'mean' or 'sum', a scalar; got {found!r}."
+            )
+        self.loss = loss
+        self.reduction = "sum" if found == "sum" else "mean"
+        self._compared = False
+        self._targets: Tensor | None = None
+        self._event: torch.Size | None = None
+
+    @property
+    def summed(self) -> bool:
+        return self.reduction == "sum"
+
+    def given(self, targets: Tensor) -> "GaussNewton":
+        result = copy.copy(self)
+        result._targets = targets
+        return result
+
+    def arranged(self, event: torch.Size) -> "GaussNewton":
+        """The same for outputs whose event, which is flat elsewhere, has this shape."""
+        result = copy.copy(self)
+        result._event = event
+        return result
+
+    def reduced(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(outputs, targets)
+
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Σ_t ℓ(z_t, y_t)."""
+        if self._event is not None:
+            outputs = outputs.reshape(len(outputs), *self._event)
+        loss = self.loss(outputs, targets)
+        if loss.dim():
+            raise UnsupportedLossError(
+                f"GaussNewton needs a loss that is a scalar; got the shape {tuple(loss.shape)}."
+            )
+        return loss if self.summed else loss * len(outputs)
+
+    def noise(
+        self, draws: int, outputs: torch.Size, like: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        return torch.rand(
+            (draws, *outputs), dtype=like.dtype, device=like.device, generator=generator
+        )
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        refuse_draw(self)
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        leaf = outputs.detach().requires_grad_()
+        with torch.enable_grad():
+            value = self.negative_log_likelihood(leaf, targets)
+        (slope,) = torch.autograd.grad(value, leaf)
+        return slope
+
+    def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        """H^½ ε with random signs ε, so that E[r rᵀ] = H."""
+        root = self._root(outputs)
+        ends = signs(noise)
+        return root * ends if root.dim() == 2 else (root @ ends.unsqueeze(-1)).squeeze(-1)
+
+    def fisher_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        root = self._root(outputs)
+        if root.dim() == 2:
+            return root.square() * vectors
+        return (root @ (root.mT @ vectors.unsqueeze(-1))).squeeze(-1)
+
+    def fisher_root_columns(self, outputs: Tensor) -> Iterator[Tensor]:
+        root = self._root(outputs)
+        return unit_columns(root) if root.dim() == 2 else iter(root.unbind(dim=-1))
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        if not outputs.dim() or not targets.dim() or len(outputs) != len(targets):
+            raise TargetError(
+                "GaussNewton needs outputs and targets with the terms as their first dimension; got "
+                f"{tuple(outputs.shape)} and {tuple(targets.shape)}."
+            )
+
+    @torch.no_grad()
+    def check_terms(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse a loss that is no mean, or no sum, over its terms, and warn of one without curvature.
+
+        Asked once, as the host waits for it.
+
+        Raises:
+            UnsupportedLossError: it is none.
+        """
+        if self._compared or len(outputs) < 2:
+            return
+        self._compared = True
+        half = len(outputs) // 2
+        whole = self.negative_log_likelihood(outputs, targets).double()
+        parts = [
+            self.negative_log_likelihood(outputs[part], targets[part]).double()
+            for part in (slice(half), slice(half, None))
+        ]
+        size = float(sum(part.abs() for part in parts))
+        eps = torch.finfo(outputs.dtype).eps
+        if abs(float(whole - parts[0] - parts[1])) > TOLERANCE * eps * size:
+            raise UnsupportedLossError(
+                f"GaussNewton takes the loss for a {self.reduction} over its terms, the first dimension, "
+                f"but over all {len(outputs)} terms it is not that of its two halves. If it is a "
+                f"{'mean' if self.summed else 'sum'}, say so with reduction=; if its terms depend on each "
+                "other, or it divides by a number of targets, KFAC can't take it apart."
+            )
+
+        if not bool(
+            self.arranged(outputs.shape[1:]).given(targets)._root(outputs.flatten(1)).any()
+        ):
+            warnings.warn(
+                "The Hessian of the loss that GaussNewton was given is 0 at all outputs of the first "
+                "mini-batch, as it is if the loss is linear in them: KFAC is left with its damping. Take "
+                "the loss of logits instead of log-probabilities, or a loss with curvature, as HuberLoss.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _root(self, outputs: Tensor) -> Tensor:
+        """A root of H without its negative part: (terms, event) if it is diagonal, else (…, event)."""
+        assert self._targets is not None
+        targets = self._targets
+        leaf = outputs.detach().requires_grad_()
+        with torch.enable_grad():
+            value = self.negative_log_likelihood(leaf, targets)
+            (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
+
+        def product(vectors: Tensor) -> Tensor:
+            if not slope.requires_grad:  # a linear loss
+                return torch.zeros_like(outputs)
+            (found,) = torch.autograd.grad(
+                slope, leaf, vectors, retain_graph=True, allow_unused=True
+            )
+            return torch.zeros_like(outputs) if found is None else found
+
+        diagonal = product(torch.ones_like(outputs))
+        if outputs.shape[1] == 1 or _diagonal(diagonal, product):
+            return diagonal.clamp(min=0).sqrt()
+        columns = []
+        for j in range(outputs.shape[1]):
+            basis = torch.zeros_like(outputs)
+            basis[:, j] = 1
+            columns.append(product(basis))
+        H = torch.stack(columns, dim=-1)  # (terms, event, event)
+        if not bool(H.isfinite().all()):
+            return torch.full_like(H, float("nan"))  # such a step is refused
+        values, vectors = torch.linalg.eigh((H + H.mT) / 2)
+        # The symmetric root: eigenvectors alone may change with the last digit of H.
+        root: Tensor = (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)) @ vectors.mT
+        return root
+
+    def extra_repr(self) -> str:
+        own = "" if isinstance(self.loss, nn.Module) else f"{self.loss!r}, "
+        return f"{own}reduction={self.reduction!r}"
+
+
+def _diagonal(sums: Tensor, product: Callable[[Tensor], Tensor]) -> bool:
+    """Whether H p = (H 1) ⊙ p for irregular p, which a matrix that is not diagonal has no reason to do."""
+    event = sums.shape[1]
+    # The fractional parts of multiples of the golden ratio: no linear relation with few integers.
+    probe = (torch.arange(1, event + 1, device=sums.device) * 0.6180339887498949) % 1 + 0.5
+    probe = probe.to(sums.dtype).expand_as(sums)
+    found, expected = product(probe), sums * probe
+    tolerance = TOLERANCE * torch.finfo(sums.dtype).eps * expected.abs().amax()
+    return bool((found - expected).abs().amax() <= tolerance)
