@@ -1,7 +1,8 @@
 """J v by central differences, (f(θ + εv) − f(θ − εv)) / 2ε: for whatever a forward pass consists of.
 
 Both passes draw the same random numbers. The error is of the order of ε² by curvature and of the dtype's
-precision over ε by rounding; ε ‖v‖ is the cube root of the precision, times ‖θ‖, where the two balance.
+precision over ε by rounding; the two balance where ε ‖v‖ is the cube root of the precision, times the size
+of what v moves. That is less than ‖θ‖, which normalisation layers with weights of 1 dominate.
 """
 
 from collections.abc import Sequence
@@ -11,13 +12,16 @@ from torch import Tensor
 
 from kronfac.network import Matrices, Network, Pass, dot
 
+SHARE = 0.0625
+"""Size of what v moves, in units of ‖θ‖: embeddings of size 0.02 stand beside scales of 1."""
+
 
 @torch.no_grad()
 def jvp(network: Network, part: Pass, directions: Sequence[Matrices]) -> list[Tensor]:
     """J v at the raw outputs of every loss call, (k, …)."""
     theta = network.theta()
     size = float(dot(theta, theta)) ** 0.5 or 1.0
-    precision: float = torch.finfo(network.dtype).eps ** (1 / 3)
+    precision: float = SHARE * torch.finfo(network.dtype).eps ** (1 / 3)
     found: list[list[Tensor]] = []
     for direction in directions:
         norm = float(dot(direction, direction)) ** 0.5
