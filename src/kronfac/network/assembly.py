@@ -34,8 +34,10 @@ def declare(
     passes = []
     for call in steps:
         if isinstance(call, ModelCall):
-            terms = objective.declare(shapes[call.outputs[0]])
-            passes.append(Pass((call,), (LossCall(call.outputs[0], terms),)))
+            # A number is no prediction: models that compute their own loss return it first.
+            predictions = [i for i in call.outputs if len(shapes[i])] or call.outputs
+            terms = objective.declare(shapes[predictions[0]])
+            passes.append(Pass((call,), (LossCall(predictions[0], terms),)))
     if not objective.mean:
         return tuple(passes)
     # Each call is a micro-batch of the same objective.
