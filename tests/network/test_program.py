@@ -152,6 +152,28 @@ def test_passes_whose_examples_depend_on_each_other_are_used_whole(model):
     assert found.passes == parts[:2]
 
 
+class OwnLoss(nn.Module):
+    """Squared errors inside the model, and outputs that depend on the other examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1).double()
+
+    def forward(self, x, y):
+        z = self.linear(x - x.mean(dim=0)).squeeze()
+        return nn.functional.mse_loss(z, y), z
+
+
+def test_trying_out_slices_warns_of_nothing():
+    """With the first argument alone divided, the loss in the model would get targets of another length."""
+    model = OwnLoss()
+    network = network_of(model)
+    with record(model, network.objective) as recording:
+        model(normal(6, 3), normal(6, seed=1))[0].backward()
+    (part,) = recording.batch().passes
+    assert slicing(network, part) == "whole"
+
+
 def test_terms_of_an_example_stay_together():
     """Two places each: terms 2n and 2n + 1 are those of example n."""
     model, x = mlp([3, 4]), normal(6, 2, 3)

@@ -265,6 +265,24 @@ def test_without_a_loss_the_modules_curvature_is_that_of_the_outputs(model):
     assert batch.seen_loss is None
 
 
+def test_a_loss_that_the_model_returns_first_is_no_prediction():
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp([3, 2])
+
+        def forward(self, x):
+            z = self.net(x)
+            return {"loss": z.abs().mean(), "predictions": z}  # a loss that nobody sees
+
+    model = WithLoss()
+    batch = recorded(model, nn.MSELoss(), lambda: model(X)["loss"])
+    (terms,) = batch.passes[0].terms
+    assert (terms.count, terms.event) == (6, 2)
+    (z,) = batch.passes[0].run(model)
+    assert_close(z, model.net(X), **ALGEBRA)
+
+
 def test_without_a_loss_micro_batches_share_the_mean(model):
     def closure():
         for part in (slice(0, 4), slice(4, 6)):

@@ -87,9 +87,16 @@ class Traced(Linearization):
         return [terms.matrix(Jv) for terms, Jv in zip(self.part.terms, tangents, strict=True)]
 
     def _consistent(self, direction: Matrices, tangents: Sequence[Tensor]) -> bool:
-        """Whether rᵀ(J v) = (Jᵀ r)ᵀ v for r = J v, up to what finite differences are off by."""
-        vectors = [Jv[0] for Jv in tangents]
-        forward = sum(float(r.double().square().sum()) for r in vectors)
+        """Whether rᵀ(J v) = (Jᵀ r)ᵀ v for r = w ⊙ J v, up to what finite differences are off by.
+
+        With the weights w of the terms: no step depends on the outputs at padding, which may be rough.
+        """
+        pairs = [(terms, Jv[0]) for terms, Jv in zip(self.part.terms, tangents, strict=True)]
+        vectors = [terms.weigh(Jv) for terms, Jv in pairs]
+        forward = sum(
+            float((r.double() * Jv.double()).sum())
+            for r, (_, Jv) in zip(vectors, pairs, strict=True)
+        )
         # A graph of its own: finite differences have written to the parameters that this one was made of.
         backward = float(dot(Traced(self._network, self.part).vjp(vectors), direction))
         if not (math.isfinite(forward) and math.isfinite(backward)):

@@ -76,9 +76,11 @@ def declare(
     for n, call in calls.items():
         if any(n in others for others in sources.values()):
             continue
-        terms = objective.declare(shapes[call.outputs[0]])
+        # A number is no prediction: models that compute their own loss return it first.
+        prediction = next((i for i in call.outputs if len(shapes[i])), call.outputs[0])
+        terms = objective.declare(shapes[prediction])
         own = tuple(steps[i] for i in sorted({n} | sources[n]))
-        passes.append(Pass(own, (LossCall(call.outputs[0], terms),)))
+        passes.append(Pass(own, (LossCall(prediction, terms),)))
     if not objective.mean:
         return tuple(passes)
     # Each call is a micro-batch of the same objective.
