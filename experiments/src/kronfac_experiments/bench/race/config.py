@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from kronfac_experiments.bench.race.contests import CONTESTS, contests_named
 from kronfac_experiments.bench.race.networks.problems import ALL, NETWORKS, networks_named
@@ -69,13 +69,15 @@ class RaceConfig:
     seeds: Annotated[int | None, hint("INT", "3; 1 with --quick")] = None
     """How many, from 0: initial parameters and mini-batches."""
     evaluation_cases: Annotated[
-        int | None, hint("INT", "10000; 2000 with --quick; on networks 200 to 10000")
+        int | None, hint("INT", "10000; 2000 with --quick; on networks 64 to 5000")
     ] = None
     """Training cases that the error is measured on, the first ones; on networks as many for validation."""
     batch: Annotated[int | None, hint("INT", "that of the network")] = None
     """Networks: examples in a mini-batch of first-order methods."""
     kfac_batch: Annotated[int | None, hint("INT", "that of the network")] = None
     """Networks: examples in a mini-batch of K-FAC."""
+    clock: Literal["wall", "processor"] = "wall"
+    """Networks: seconds that pass, or those of the processor alone, for a machine that others use too."""
     quick: bool = False
     """One seed and a few seconds: to see it work, not to conclude from."""
     threads: int = 2

@@ -7,9 +7,10 @@ from pathlib import Path
 from rich.console import Console
 
 from kronfac_experiments.bench.race.config import RaceConfig
+from kronfac_experiments.bench.race.networks.network_race import NetworkRace
 from kronfac_experiments.bench.race.networks.picture import draw
 from kronfac_experiments.bench.race.networks.racers import racers_named
-from kronfac_experiments.bench.race.networks.running import NetworkRace, run_networks
+from kronfac_experiments.bench.race.networks.running import run_networks
 from kronfac_experiments.bench.race.networks.tables import settings, tables
 from kronfac_experiments.pages.csv_files import write_csv
 from kronfac_experiments.pages.document import Document

@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from kronfac_experiments.bench.race.networks.network_race import NetworkRace
 from kronfac_experiments.bench.race.networks.racers import FIELD
-from kronfac_experiments.bench.race.networks.running import NetworkRace
 from kronfac_experiments.bench.race.networks.trials import MEASURES, SECONDS, STEP, Measure
 from kronfac_experiments.pages.document import Picture
 from kronfac_experiments.pages.drawn import BLACK, BLUE, GREEN, SKY, VERMILION, Style, png
@@ -99,6 +99,7 @@ def _panel(axes: Axes, race: NetworkRace, measure: Measure, axis: int) -> None:
     axes.set_yscale("log")
     if axis == STEP:
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     if 0 < low < high:
         axes.set_ylim(0.9 * low, high)
         # With less than two decades there is room for more than powers of ten.

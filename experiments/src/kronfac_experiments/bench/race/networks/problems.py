@@ -56,6 +56,7 @@ class NetworkProblem:
         batch: Examples in a mini-batch of first-order methods.
         kfac_batch: The same for K-FAC, to which noise is dearer than examples.
         evaluated: Examples for the training loss and for validation.
+        loss_scale: Size of the loss over that of one class's cross-entropy, for SGD's rates.
         clip: Largest norm of a first-order method's gradient, as is the custom for language models.
     """
 
@@ -69,6 +70,7 @@ class NetworkProblem:
     batch: int
     kfac_batch: int
     evaluated: tuple[int, int]
+    loss_scale: float = 1.0
     clip: float | None = None
 
     @cached_property
@@ -165,39 +167,39 @@ NETWORKS = {
             "cnn",
             "MNIST; two convolutions with pooling, two linear layers",
             _digits, models.cnn, nn.CrossEntropyLoss, misclassified, ERROR,
-            batch=128, kfac_batch=512, evaluated=(2000, 4000),
+            batch=128, kfac_batch=512, evaluated=(1000, 4000),
         ),
         NetworkProblem(
             "resnet",
             "MNIST; three residual blocks of 8, 16 and 32 channels with BatchNorm",
             _digits, models.resnet, nn.CrossEntropyLoss, misclassified, ERROR,
-            batch=128, kfac_batch=512, evaluated=(2000, 4000),
+            batch=128, kfac_batch=512, evaluated=(1000, 3000),
         ),
         NetworkProblem(
             "conv_autoencoder",
             "MNIST; convolutions to 30 numbers and transposed convolutions back; cross-entropy of "
             "the pixels, summed",
             _digit_images, models.conv_autoencoder, Bernoulli, squared_error, "squared error",
-            batch=128, kfac_batch=512, evaluated=(2000, 2000),
+            batch=128, kfac_batch=512, evaluated=(1000, 1000), loss_scale=100.0,
         ),
         NetworkProblem(
             "gpt",
             f"tiny Shakespeare, {CONTEXT} characters; GPT of 4 layers, width 128, 4 heads",
             _text, lambda: models.GPT(_symbols(), CONTEXT), nn.CrossEntropyLoss, misclassified, ERROR,
-            batch=32, kfac_batch=64, evaluated=(200, 400), clip=1.0,
+            batch=32, kfac_batch=64, evaluated=(64, 192), clip=1.0,
         ),
         NetworkProblem(
             "lstm",
             f"tiny Shakespeare, {CONTEXT} characters; one LSTM layer of width 256",
             _text, lambda: models.LSTMLanguageModel(_symbols()), nn.CrossEntropyLoss, misclassified,
-            ERROR, batch=32, kfac_batch=128, evaluated=(200, 400), clip=1.0,
+            ERROR, batch=32, kfac_batch=128, evaluated=(64, 192), clip=1.0,
         ),
         NetworkProblem(
             "tabular",
             f"scikit-learn's make_classification, {FEATURES} features, {CLASSES} classes of 8 "
             "clusters; three hidden layers of 256 with LayerNorm and dropout 0.1",
             _table, lambda: models.tabular(FEATURES, CLASSES), nn.CrossEntropyLoss, misclassified,
-            ERROR, batch=128, kfac_batch=1024, evaluated=(4000, 10_000),
+            ERROR, batch=128, kfac_batch=1024, evaluated=(2000, 5000),
         ),
     )
 }  # fmt: skip

@@ -75,6 +75,7 @@ class Racer:
         remark: How it is set up.
         options: Arguments of `KFAC`.
         on_request: Whether it races only if it is named.
+        in_units: Whether its rates are for a loss of the usual size: they are divided by a problem's own.
     """
 
     name: str
@@ -85,6 +86,12 @@ class Racer:
     remark: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     on_request: bool = False
+    in_units: bool = False
+
+    def rates_for(self, loss_scale: float) -> tuple[float, ...]:
+        """Its rates for a loss that is `loss_scale` times the usual size."""
+        scale = loss_scale if self.in_units else 1.0
+        return tuple(rate / scale for rate in self.rates)
 
     @property
     def is_kfac(self) -> bool:
@@ -152,12 +159,12 @@ FIELD: tuple[Racer, ...] = (
     Racer("adamw", "AdamW, constant", ADAPTIVE, _adamw),
     REFERENCE,
     Racer("sgd", "SGD, cosine", MOMENTUM_RATES, _sgd, "cosine",
-          f"Nesterov momentum {SGD_MOMENTUM}, no weight decay"),
+          f"Nesterov momentum {SGD_MOMENTUM}, no weight decay", in_units=True),
     Racer("muon", "Muon, cosine", ORTHOGONAL, _muon, "cosine",
           "in float32, Moonshot's scale; convolutions as matrices; AdamW for embeddings, the last "
           "layer, biases and norms"),
     Racer("soap", "SOAP, cosine", ORTHOGONAL, _soap, "cosine",
-          "factors of up to 2048 rows, bases renewed every 10 steps"),
+          "factors of up to 1024 rows, longer sides keep their basis, bases renewed every 10 steps"),
 )  # fmt: skip
 """In the order of the table."""
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from kronfac_experiments.bench.race.networks.network_race import NetworkRace
 from kronfac_experiments.bench.race.networks.racers import FIELD, REFERENCE, Racer
-from kronfac_experiments.bench.race.networks.running import NetworkRace
 from kronfac_experiments.bench.race.networks.trials import (
     SECONDS,
     STEP,
@@ -66,7 +66,7 @@ def scores_of(race: NetworkRace) -> list[Score]:
             Score(
                 racer,
                 lr,
-                lr is not None and lr in (min(racer.rates), max(racer.rates)),
+                lr is not None and lr in (min(race.rates(racer)), max(race.rates(racer))),
                 trials[0].batch,
                 [float(t.steps) for t in trials],
                 [t.last("training loss") for t in trials],

@@ -5,8 +5,8 @@ import os
 from collections.abc import Callable, Sequence
 
 from kronfac_experiments.bench.race.config import TUNING_SEED
+from kronfac_experiments.bench.race.networks.network_race import SLICE, NetworkRace
 from kronfac_experiments.bench.race.networks.racers import KFAC_RACER, REFERENCE, WARM_UP
-from kronfac_experiments.bench.race.networks.running import SLICE, NetworkRace
 from kronfac_experiments.bench.race.networks.scores import Reached, Score, middle, scores_of
 from kronfac_experiments.machine import machine, versions
 from kronfac_experiments.pages.document import Table, spread
@@ -31,11 +31,12 @@ def tables(races: Sequence[NetworkRace]) -> list[Table]:
 def settings(race: NetworkRace) -> str:
     """What the numbers depend on."""
     sizes, config = race.config.sizes, race.config
+    measured = " by the processor's clock" if config.clock == "processor" else ""
     made = ", ".join(f"{name} {version}" for name, version in versions().items())
     return (
-        f"{sizes.seconds:g} s of optimiser time a run, {sizes.seeds} seed(s) from 0, {config.threads} "
-        f"thread(s) of {os.cpu_count()} processors, {machine()['processor'] or 'unknown processor'}; "
-        f"float32; {made}."
+        f"{sizes.seconds:g} s of optimiser time a run{measured}, {sizes.seeds} seed(s) from 0, "
+        f"{config.threads} thread(s) of {os.cpu_count()} processors, "
+        f"{machine()['processor'] or 'unknown processor'}; float32; {made}."
     )
 
 
