@@ -188,6 +188,8 @@ def test_the_cosine_rises_and_falls_over_the_run():
     ],
     ids=lambda item: item if isinstance(item, str) else item.name,
 )
+# On GPT, J v and the gradient disagree in float32: tests/linearization is where that is looked at.
+@pytest.mark.filterwarnings("ignore:The curvature along a step does not agree:UserWarning")
 def test_everyone_lowers_the_loss_of_every_network(small, name, racer):
     problem = NETWORKS[name]
     model, loss = problem.make_model(0), problem.loss()
@@ -320,7 +322,7 @@ def test_evaluation_is_in_eval_mode_and_leaves_batch_norm_alone(small):
     assert model.training
     model.eval()
     whole = problem.loss()(model(evaluator.train.inputs), evaluator.train.targets)
-    assert evaluator.on(model, evaluator.train)[0] == pytest.approx(float(whole), rel=1e-6)
+    assert evaluator.on(model, evaluator.train)[0] == pytest.approx(whole.item(), rel=1e-6)
 
 
 class Acting:
