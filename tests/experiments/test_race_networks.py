@@ -418,6 +418,13 @@ def test_who_does_not_get_there_is_said_to_be_behind(raced):
     assert table.rows[0][7] == "not reached"
 
 
+def test_who_failed_at_every_rate_is_in_the_table(raced):
+    race = raced(trial("kfac", 0, [5.0, 1.0]), seeds=1)
+    table = tables([race])[1]
+    assert table.rows[1][:3] == ("AdamW, cosine", "failed at every rate", "–")
+    assert {len(row) for row in table.rows} == {len(table.columns)}
+
+
 def test_without_adamw_there_is_nothing_to_reach(raced):
     race = raced(trial("kfac", 0, [5.0, 1.0]), seeds=1, optimizers=("kfac",))
     (ours,) = scores_of(race)

@@ -141,7 +141,8 @@ class Run:
         began = self._clock()
         try:
             self._steps.step(x, y, self.seconds / self._seconds)
-        except KronfacError as error:
+        # A decomposition that does not converge is a RuntimeError, and a result: others go on.
+        except (KronfacError, RuntimeError) as error:
             self.message = f"Step {self.step + 1}: {error}"
         self.seconds += self._clock() - began
         self.step += 1

@@ -122,7 +122,7 @@ def _best_rival(ours: Score, rivals: Sequence[Score]) -> str:
 
 
 def _problem(race: NetworkRace) -> Table:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for score in scores_of(race):
         rate = NOTHING if score.lr is None else f"{score.lr:g}{' !' if score.on_the_edge else ''}"
         failed = f", {score.failed} ended early" if score.failed else ""
@@ -139,6 +139,12 @@ def _problem(race: NetworkRace) -> Table:
                 *_to(score.to_validation),
             )
         )
+    raced = [row[0] for row in rows]
+    rows += [
+        (racer.label, "failed at every rate", *[NOTHING] * 9)
+        for racer in race.racers
+        if racer.label not in raced
+    ]
     columns = (
         "",
         "rate",
