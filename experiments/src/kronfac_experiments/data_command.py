@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from kronfac_experiments.data import faces, mnist
+from kronfac_experiments.data import faces, mnist, shakespeare
 from kronfac_experiments.data.fetch import (
     DATA_VARIABLE,
     DataError,
@@ -25,6 +25,7 @@ SETS: dict[str, tuple[tuple[DataFile, ...], ...]] = {
         (mnist.TEST_LABELS,),
     ),
     "faces": ((faces.UPRIGHT, faces.ORIGINAL),),
+    "shakespeare": ((shakespeare.PACKED, shakespeare.TEXT),),
 }
 """The files of each data set; of several in a row one is enough, and the last can be downloaded."""
 GENERATED = "curves"
@@ -38,10 +39,10 @@ class DataCommandError(DataError):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """List, fetch or verify the data sets: mnist (also for mnist16), faces, and curves (generated).
+    """List, fetch or verify the data sets: mnist, faces, shakespeare, curves.
 
-    Files are looked for in the folder that the environment variable KRONFAC_DATA names, then in the
-    user's cache folder, which is also where they are downloaded to.
+    MNIST is also for mnist16; CURVES is generated. Files are looked for in the folder that the environment
+    variable KRONFAC_DATA names, then in the user's cache folder, which is where they are downloaded to.
     """
 
     action: Annotated[
@@ -55,7 +56,7 @@ class DataConfig:
         tyro.conf.Positional,
         tyro.conf.arg(metavar="SET", help_behavior_hint="(default: all)"),
     ] = ()
-    """mnist, faces or curves."""
+    """mnist, faces, shakespeare or curves."""
 
     def __post_init__(self) -> None:
         known = (GENERATED, *SETS)

@@ -37,25 +37,32 @@ def orthogonalised(G: Tensor, steps: int = STEPS) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """B ← μ B + g,  W ← (1 − ε η) W − ε 0.2 √max(out, in) · orthogonalised(g + μ B).
 
-    Every parameter with two axes is taken for a matrix, the first and last layers' too; biases go to
-    `torch.optim.AdamW` with the same learning rate.
+    Every parameter with two axes is taken for a matrix, the first and last layers' too, if `matrices` does
+    not say otherwise; the rest goes to `torch.optim.AdamW` with the same learning rate.
 
     Args:
         params: Parameters.
         lr: ε.
         weight_decay: η, decoupled.
+        matrices: Those that are taken for matrices, with two or more axes; a convolution as (out, rest).
 
     References: Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024; Liu et al.,
     Muon is scalable for LLM training, 2025.
     """
 
     def __init__(
-        self, params: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.0
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float,
+        weight_decay: float = 0.0,
+        matrices: Iterable[nn.Parameter] | None = None,
     ) -> None:
         parameters = list(params)
+        chosen = [p for p in parameters if p.ndim == 2] if matrices is None else list(matrices)
         defaults = {"lr": lr, "momentum": MOMENTUM, "weight_decay": weight_decay}
-        super().__init__([p for p in parameters if p.ndim == 2], defaults)
-        rest = [p for p in parameters if p.ndim != 2]
+        super().__init__(chosen, defaults)
+        taken = set(map(id, chosen))
+        rest = [p for p in parameters if id(p) not in taken]
         self._rest = torch.optim.AdamW(rest, lr=lr, weight_decay=weight_decay) if rest else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -76,6 +83,8 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._move(parameter, group["lr"], group["momentum"], group["weight_decay"])
         if self._rest is not None:
+            for group in self._rest.param_groups:
+                group["lr"] = self.param_groups[0]["lr"]  # a schedule sets this one
             self._rest.step()
         return returned
 
@@ -86,6 +95,7 @@ class Muon(torch.optim.Optimizer):
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
         buffer = state["momentum"].mul_(momentum).add_(gradient)
-        direction = orthogonalised(gradient.add(buffer, alpha=momentum))
-        scale = ADAMW_RMS * max(parameter.shape) ** 0.5
+        matrix = gradient.add(buffer, alpha=momentum).flatten(1)
+        direction = orthogonalised(matrix).reshape(parameter.shape)
+        scale = ADAMW_RMS * max(matrix.shape) ** 0.5
         parameter.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr * scale)
