@@ -14,6 +14,7 @@ from torch import Tensor
 from kronfac.curvature.base import Block, Moments, SummedGradient, Tap, Taps
 from kronfac.curvature.curvature import Curvature, Link
 from kronfac.curvature.fisher import Fisher, Outputs
+from kronfac.curvature.inverse import InverseUpdate
 from kronfac.curvature.kronecker import KroneckerBlock, Product
 from kronfac.objective import Terms
 
@@ -71,6 +72,7 @@ def estimate(
     links: Sequence[bool] = (),
     old: Curvature | None = None,
     decay: float = 0.0,
+    update: InverseUpdate | None = None,
 ) -> Curvature:
     """The curvature on S₁, averaged into `old` with weight 1 − decay.
 
@@ -82,6 +84,7 @@ def estimate(
         links: whether each unit and the next are neighbours in a chain whose cross moments are wanted.
         old: the moving average so far.
         decay: ε.
+        update: of the inverse in use, which is shown the same taps.
     """
     if old is not None and len(old.blocks) != len(blocks):
         raise ValueError(
@@ -113,6 +116,8 @@ def estimate(
             for average, unit in zip(averages, taps, strict=True):
                 average.add(unit, first, share, weight)
             chains.add(taps, first, share, weight)
+            if update is not None:
+                update.add(taps, weight)
             first = False
     moments = tuple(average.value() for average in averages)
     return Curvature(moments, chains.value(), _examples(total, old, decay))
