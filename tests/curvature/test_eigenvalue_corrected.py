@@ -24,6 +24,7 @@ from kronfac.curvature import (
     Tap,
 )
 from kronfac.curvature.eigenvalue_corrected import EigenvalueCorrected
+from kronfac.storage import pack, unpack
 from tests.conformance import CHECKS, Case, assert_relative
 from tests.conftest import ALGEBRA, AUTODIFF, batch, mlp, network_of, normal, seeded, spd
 from tests.curvature.test_deep_linear import Anything, Pooled, blocks_of, dense_fisher
@@ -196,6 +197,29 @@ def test_a_side_that_is_diagonal_keeps_its_own_basis():
         assert_close(dense.vec(operator.S), (E.mT @ F @ E).diagonal(), **AUTODIFF)
         V = normal(*operator.S.shape)
         assert_close(dense.vec(operator.mv(V)), operator.to_dense() @ dense.vec(V), **ALGEBRA)
+        loaded = unpack(pack(operator))
+        assert loaded.E_A is None
+        assert torch.equal(loaded.mv(V), operator.mv(V))
+
+
+def test_sampled_targets_give_the_exact_second_moments_on_average():
+    """Within five standard errors of the mean of 60 independent estimates."""
+    network, rows, _ = mlp_and_fisher("categorical")
+    curvature, exact = observe(network, rows)
+    strategy = EigenvalueCorrectedInverse()
+    first = strategy.prepare(curvature).damped(GAMMA)
+    generator, estimates = seeded(), []
+    for _ in range(60):
+        update = strategy.between_refreshes(first, 0.0)
+        estimate_on(network, rows, SampledFisher(samples=3), generator, update=update)
+        estimates.append(torch.cat([operator.S.flatten() for operator in update.value().pieces]))
+    found = torch.stack(estimates)
+    error = found.std(dim=0) / len(found) ** 0.5
+    expected = torch.cat([operator.S.flatten() for operator in exact.pieces])
+    assert ((found.mean(dim=0) - expected).abs() <= 5 * error + 1e-12).all()
+    assert (
+        float((error / expected.clamp(min=1e-12)).median()) < 0.2
+    )  # so that the bound says something
 
 
 # ------------------------------------------------------------------------------------------- operator
