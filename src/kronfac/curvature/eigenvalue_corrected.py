@@ -17,7 +17,7 @@ of them, so that it is never nearer.
     (s_G + γ/π)(s_A + πγ)ᵀ − s_G s_Aᵀ = πγ s_G 1ᵀ + γ/π 1 s_Aᵀ + γ²
 
 in the factored form [MG15 §6.3]. Its terms with s_G and s_A damp directions that are large on one side and
-small on the other, which γ² alone leaves as they are: fewer steps are needed (docs/results/ekfac.md).
+small on the other, which γ² alone leaves as they are (docs/results/ekfac.md has steps with either).
 
 **A new basis** knows nothing of S yet. It starts with the eigenvalues of A ⊗ G, S₀ = s_G s_Aᵀ, which count
 as much as the statistics of one step: after n steps S is the mean of S₀ and n estimates. Once that would
