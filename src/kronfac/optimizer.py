@@ -66,8 +66,8 @@ class KFAC(torch.optim.Optimizer):
         model: called by the closure.
         loss: the module that the closure calls: `MSELoss`, `BCEWithLogitsLoss`, `CrossEntropyLoss`,
             `kronfac.Gaussian`, `kronfac.Bernoulli` or `kronfac.Categorical`.
-        inverse: `"block_diagonal"`, `"block_tridiagonal"`, or an `ApproximateInverse`, class or
-            instance.
+        inverse: `"block_diagonal"`, `"block_tridiagonal"`, `"ekfac"`, or an `ApproximateInverse`, class
+            or instance.
         weight_decay: η in h(θ) + η/2 ‖θ‖², biases included. The closure leaves it out.
         fisher: `"sampled"`, `"empirical"`, `"exact"`, or an instance of `SampledFisher` and so on,
             for the seed, the number of samples and the moving average's decay.

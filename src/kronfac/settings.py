@@ -16,6 +16,7 @@ from kronfac.curvature import (
     ApproximateInverse,
     BlockDiagonalInverse,
     BlockTridiagonalInverse,
+    EigenvalueCorrectedInverse,
     EmpiricalFisher,
     ExactFisher,
     Fisher,
@@ -130,6 +131,7 @@ def inverse_of(choice: str | ApproximateInverse | type[ApproximateInverse]) -> A
     names: dict[str, type[ApproximateInverse]] = {
         "block_diagonal": BlockDiagonalInverse,
         "block_tridiagonal": BlockTridiagonalInverse,
+        "ekfac": EigenvalueCorrectedInverse,
     }
     return _chosen("inverse", choice, names, ApproximateInverse)  # type: ignore[type-abstract]
 

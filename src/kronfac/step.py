@@ -23,7 +23,7 @@ from kronfac.network import Batch, Matrices, Network, sizes, subsets
 from kronfac.proposal import Proposal, Proposer
 from kronfac.report import Event, EventKind, StepReport, Stopwatch
 from kronfac.settings import Settings
-from kronfac.state import State, initial_gamma
+from kronfac.state import CurrentInverse, State, initial_gamma
 
 SUBSET_SEEDS = 1_000_003
 """Iterations until the seeds of the subsets repeat those of another seed."""
@@ -60,7 +60,8 @@ def compute_step(
         step_state = _compare_average(settings, evaluation, before.step, m)
     with watch("statistics"):
         S1, S2 = _curvature_examples(settings, evaluation, m)
-        curvature, generator = _update_curvature(settings, evaluation, S1, before, m)
+        curvature, current, generator = _update_curvature(settings, evaluation, S1, before, m)
+        before = replace(before, current=current)
     proposer = Proposer(point, S2, curvature, settings.step_size, step_state, m, watch)
     trials = 0
     if m.iteration == 1 and (settings.damping.search is not None or math.isnan(m.lambda_)):
@@ -163,13 +164,21 @@ def _curvature_examples(
 
 def _update_curvature(
     settings: Settings, evaluation: Evaluation, S1: Batch, before: State, m: Measurement
-) -> tuple[Curvature, Tensor]:
-    """The moving averages with S₁ in them, and the generator's state after its draws [§5]."""
+) -> tuple[Curvature, CurrentInverse | None, Tensor]:
+    """The moving averages with S₁ in them [§5], the inverse in use, and the generator's new state.
+
+    Most inverses stay as they are until the next refresh.
+    """
     network = evaluation.network
     generator = torch.Generator(device=network.device)
     generator.set_state(before.generator)
     fisher, memory = settings.fisher, settings.step_size.long_memory
     remembered = 1.0 if memory is None else memory.statistics(m)
+    decay = ema_decay(m.iteration, fisher.ema_decay, remembered)
+    current = before.current
+    update = None
+    if current is not None:
+        update = settings.inverse.between_refreshes(current.inverse, decay)
     curvature = estimate(
         Sample(
             S1.passes,
@@ -182,9 +191,12 @@ def _update_curvature(
         generator,
         links=network.links,
         old=before.curvature,
-        decay=ema_decay(m.iteration, fisher.ema_decay, remembered),
+        decay=decay,
+        update=update,
     )
-    return curvature, generator.get_state()
+    if current is not None and update is not None:
+        current = replace(current, inverse=update.value())
+    return curvature, current, generator.get_state()
 
 
 def _compare_average(

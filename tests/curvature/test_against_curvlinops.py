@@ -1,15 +1,15 @@
-"""A second opinion: curvlinops' GGN and K-FAC, written by others."""
+"""A second opinion: curvlinops' GGN, K-FAC and EKFAC, written by others."""
 
 import pytest
 import torch
 from torch import nn
 
-from kronfac.curvature import ExactFisher
+from kronfac.curvature import EigenvalueCorrectedInverse, ExactFisher, ExactTikhonov
 from kronfac.fisher_products import fisher_gram
 from kronfac.linalg import KroneckerProduct
 from tests.conformance import assert_relative
 from tests.conftest import batch, mlp, network_of, normal, random_targets
-from tests.curvature.test_estimate import curvature_of
+from tests.curvature.test_estimate import curvature_of, estimate_on
 from tests.reference import dense
 
 curvlinops = pytest.importorskip("curvlinops")
@@ -89,3 +89,33 @@ def test_kronecker_blocks_are_theirs(model, loss, likelihood, reduction):
     theirs = kfac @ as_parameters(model, V)
     for left, right in zip(as_parameters(model, ours), theirs, strict=True):
         assert_relative(left, right.detach())
+
+
+@each_loss
+@each_reduction
+def test_eigenvalue_corrected_blocks_are_theirs(model, loss, likelihood, reduction):
+    module = loss(reduction=reduction)
+    y = targets(model, likelihood)
+    ekfac = curvlinops.EKFACLinearOperator(
+        model,
+        module,
+        list(model.parameters()),
+        [(X, y)],
+        fisher_type=curvlinops.FisherType.TYPE2,
+        separate_weight_and_bias=False,
+    )
+    network = network_of(model, module)
+    rows, strategy = batch(network, X, y), EigenvalueCorrectedInverse(ExactTikhonov())
+    gamma = 0.3
+    inverse = strategy.prepare(estimate_on(network, rows, ExactFisher())).damped(gamma)
+    update = strategy.between_refreshes(inverse, 0.0)
+    estimate_on(network, rows, ExactFisher(), update=update)
+    (V,) = directions(model, 1)
+    # (F + γ²I)⁻¹ of ours, then F + γ²I of theirs.
+    U = update.value().mv(V)
+    theirs = [
+        F_u + gamma**2 * u
+        for F_u, u in zip(ekfac @ as_parameters(model, U), as_parameters(model, U), strict=True)
+    ]
+    for left, right in zip(as_parameters(model, V), theirs, strict=True):
+        assert_relative(right.detach(), left, 1e-8)

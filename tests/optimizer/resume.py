@@ -16,6 +16,7 @@ from kronfac import (
     AdaptiveGamma,
     BlockDiagonalInverse,
     BlockTridiagonalInverse,
+    EigenvalueCorrectedInverse,
     ExactTikhonov,
     GammaSearch,
     LevenbergMarquardt,
@@ -39,10 +40,12 @@ CASES: dict[str, dict[str, Any]] = {
     "decomposition": {"inverse": BlockTridiagonalInverse(), "weight_decay": 0.01},
     "smith": {"inverse": BlockTridiagonalInverse(solver="smith")},
     "out_of_order": {"inverse": BlockTridiagonalInverse()},
+    "ekfac": {"inverse": EigenvalueCorrectedInverse(), "weight_decay": 0.01},
     "three_samples": {"fisher": SampledFisher(samples=3, seed=5)},
     "chunks": {"statistics_fraction": 0.6, "fisher_fraction": 0.4},
     # Saved between the start of a refresh and its use, after one that was used.
     "background": {"inverse": BlockDiagonalInverse(), "inverse_lag": 3, "weight_decay": 0.01},
+    "background_ekfac": {"inverse": EigenvalueCorrectedInverse(), "inverse_lag": 3},
     "background_tridiagonal": {"inverse": BlockTridiagonalInverse(), "inverse_lag": 3},
     # The last step is saved before it was judged, with what it takes to take it back.
     "adaptive": {

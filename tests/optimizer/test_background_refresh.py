@@ -20,6 +20,7 @@ from kronfac import (
     BlockDiagonalInverse,
     BlockTridiagonalInverse,
     DampingState,
+    EigenvalueCorrectedInverse,
     ExactTikhonov,
     FixedDamping,
     FixedGamma,
@@ -309,6 +310,7 @@ def test_a_saved_refresh_with_something_missing_is_refused():
         BlockDiagonalInverse(tikhonov=ExactTikhonov()),
         BlockTridiagonalInverse(),
         BlockTridiagonalInverse(solver="smith"),
+        EigenvalueCorrectedInverse(),
     ],
     ids=repr,
 )

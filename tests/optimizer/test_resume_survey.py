@@ -14,6 +14,7 @@ from kronfac import (
     KFAC,
     BlockDiagonalInverse,
     BlockTridiagonalInverse,
+    EigenvalueCorrectedInverse,
     ExactTikhonov,
 )
 from tests.conftest import mlp, normal
@@ -27,6 +28,8 @@ INVERSES: dict[str, Any] = {
     "low_rank": BlockDiagonalInverse(low_rank=True),
     "block_tridiagonal": BlockTridiagonalInverse(),
     "smith": BlockTridiagonalInverse(solver="smith"),
+    "ekfac": EigenvalueCorrectedInverse(),
+    "ekfac_exact": EigenvalueCorrectedInverse(tikhonov=ExactTikhonov()),
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -187,6 +187,11 @@ def kron(A: Tensor, B: Tensor) -> Tensor:
     return product.reshape(A.shape[0] * B.shape[0], A.shape[1] * B.shape[1])
 
 
+def eigenvalue_corrected(F: Tensor, E: Tensor) -> Tensor:
+    """E diag(Eᵀ F E) Eᵀ, the nearest to F that E diagonalises (George et al. 2018)."""
+    return E @ torch.diag((E.mT @ F @ E).diagonal()) @ E.mT
+
+
 def assemble(blocks: Blocks) -> Tensor:
     """One matrix from its blocks."""
     return torch.cat([torch.cat(row, dim=1) for row in blocks], dim=0)

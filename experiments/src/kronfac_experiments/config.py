@@ -37,7 +37,7 @@ def hint(metavar: str, default: str) -> Any:
 class KfacOptions:
     """Options of `--optimizer kfac`."""
 
-    inverse: Literal["block_diagonal", "block_tridiagonal"] = "block_diagonal"
+    inverse: Literal["block_diagonal", "block_tridiagonal", "ekfac"] = "block_diagonal"
     """Approximate inverse Fisher."""
     preset: Literal["default", "paper"] = "default"
     """Constants of kronfac, or of the paper's experiments."""

@@ -7,6 +7,7 @@ from kronfac.curvature.curvature import Curvature, Link, ema_decay
 from kronfac.curvature.damping import ExactTikhonov, FactoredTikhonov
 from kronfac.curvature.dense import DenseBlock, DenseMoments
 from kronfac.curvature.diagonal import DiagonalBlock, DiagonalMoments
+from kronfac.curvature.eigenvalue_corrected import EigenvalueCorrectedInverse
 from kronfac.curvature.fisher import EmpiricalFisher, ExactFisher, Fisher, SampledFisher
 from kronfac.curvature.inverse import ApproximateInverse, DampedInverse
 from kronfac.curvature.kronecker import KroneckerBlock, KroneckerMoments
@@ -33,6 +34,7 @@ __all__ = [
     "DenseMoments",
     "DiagonalBlock",
     "DiagonalMoments",
+    "EigenvalueCorrectedInverse",
     "ElementwiseTap",
     "EmpiricalFisher",
     "ExactFisher",

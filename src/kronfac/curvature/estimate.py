@@ -15,6 +15,7 @@ from torch import Tensor
 from kronfac.curvature.base import Block, Moments
 from kronfac.curvature.curvature import Curvature, Link
 from kronfac.curvature.fisher import Fisher, Outputs
+from kronfac.curvature.inverse import InverseUpdate
 from kronfac.curvature.kronecker import KroneckerBlock, Product, direct_or_transposed
 from kronfac.curvature.taps import Rows, SummedGradient, Tap, Taps
 from kronfac.objective import Terms
@@ -78,6 +79,7 @@ def estimate(
     links: Sequence[bool] = (),
     old: Curvature | None = None,
     decay: float = 0.0,
+    update: InverseUpdate | None = None,
 ) -> Curvature:
     """The curvature on S₁, averaged into `old` with weight 1 − decay.
 
@@ -89,6 +91,7 @@ def estimate(
         links: whether each unit and the next are neighbours in a chain whose cross moments are wanted.
         old: the moving average so far.
         decay: ε.
+        update: of the inverse in use, which is shown the same taps.
     """
     if old is not None and len(old.blocks) != len(blocks):
         raise ValueError(
@@ -123,6 +126,8 @@ def estimate(
                     average.add(unit, first, share, weight)
                     met[n] = True
             chains.add(taps, first, share, weight)
+            if update is not None:
+                update.add(taps, weight)
             first = False
     for n, average in enumerate(averages):
         if not met[n] and _old(blocks[n], old, n) is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kronfac.curvature.base import Operator
 from kronfac.curvature.curvature import Curvature
+from kronfac.curvature.taps import Taps
 from kronfac.errors import StateError
 from kronfac.linalg import Failure, KroneckerProduct, OuterProduct
 from kronfac.storage import Layout, Storable
@@ -125,6 +126,18 @@ class PreparedInverse(Protocol):
         ...
 
 
+class InverseUpdate(Protocol):
+    """An inverse that takes in the statistics of one step without a refresh."""
+
+    def add(self, taps: Sequence[Taps], weight: float) -> None:
+        """Add what one backward pass shows of all units; `weight` is what squares of gradients count."""
+        ...
+
+    def value(self) -> DampedInverse:
+        """The inverse with everything that was added."""
+        ...
+
+
 class ApproximateInverse(ABC):
     """How the Fisher is approximated and inverted; immutable, holds settings only."""
 
@@ -141,6 +154,10 @@ class ApproximateInverse(ABC):
     def for_trials(self) -> "ApproximateInverse":
         """An inverse much like this one, for trial steps, if this one is expensive."""
         return self
+
+    def between_refreshes(self, inverse: DampedInverse, decay: float) -> InverseUpdate | None:
+        """How the inverse in use follows a step's statistics, with ε = `decay`; None if it does not."""
+        return None
 
     @abstractmethod
     def prepare(self, curvature: Curvature) -> PreparedInverse:

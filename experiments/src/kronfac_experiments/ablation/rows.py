@@ -1,4 +1,4 @@
-"""What [MG15] says of its parts without showing it, as rows: K-FAC with one thing changed.
+"""What [MG15] says of its parts without showing it, and EKFAC, as rows: K-FAC with one thing changed.
 
 Every row is K-FAC with the block-diagonal inverse and the constants of `presets.paper()` but for λ₀,
 and the change that its name says. A row may have several variants, of which the best counts, if
@@ -33,6 +33,7 @@ from kronfac.curvature import (
     BlockDiagonalInverse,
     Curvature,
     DampedInverse,
+    EigenvalueCorrectedInverse,
     EmpiricalFisher,
     ExactTikhonov,
     FactoredTikhonov,
@@ -173,6 +174,13 @@ def _plain_tikhonov(factor: float) -> StepperMaker:
 ROWS: tuple[Row, ...] = (
     Row(WHOLE, "", _only(_kfac())),
     Row("block-tridiagonal inverse", "§13", _only(_kfac(inverse="block_tridiagonal"))),
+    Row("EKFAC", "George et al. 2018", _only(_kfac(inverse="ekfac"))),
+    Row(
+        "EKFAC with exact Tikhonov (S + γ²)",
+        "George et al. 2018",
+        _only(_kfac(inverse=EigenvalueCorrectedInverse(ExactTikhonov()))),
+        against="EKFAC",
+    ),
     Row(NO_MOMENTUM, "§7, §13", _only(_kfac(step_size=QuadraticModel(momentum=False)))),
     Row(
         "plain Tikhonov (A ⊗ G + (λ + η)I), no re-scaling, no momentum",

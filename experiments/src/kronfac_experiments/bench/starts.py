@@ -24,7 +24,7 @@ from kronfac_experiments.pages.publish import publish
 from kronfac_experiments.session import Session
 from kronfac_experiments.task import Task, load_task
 
-Inverse = Literal["block_diagonal", "block_tridiagonal"]
+Inverse = Literal["block_diagonal", "block_tridiagonal", "ekfac"]
 TARGETS = {
     "curves": (4.0,),
     "mnist": (8.0,),

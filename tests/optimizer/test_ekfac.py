@@ -1,0 +1,238 @@
+"""KFAC(inverse="ekfac"): what its inverse is from step to step, and that it trains."""
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import kronfac.linalg.spd
+from kronfac import (
+    KFAC,
+    EigenvalueCorrectedInverse,
+    EventKind,
+    ExactFisher,
+    ExactTikhonov,
+    FixedDamping,
+    FixedGamma,
+    RawStep,
+)
+from kronfac.curvature import Curvature
+from kronfac.errors import StateError
+from tests.conftest import AUTODIFF, mlp, normal
+from tests.optimizer.runs import same
+from tests.reference import dense
+
+INTERVAL, LAG, GAMMA = 5, 3, 0.3
+FIXED: dict[str, Any] = {
+    "inverse": EigenvalueCorrectedInverse(ExactTikhonov()),
+    "damping": FixedDamping(0.1),
+    "gamma": FixedGamma(GAMMA),
+    "inverse_interval": INTERVAL,
+}
+
+
+def new(**settings: Any) -> KFAC:
+    return KFAC(mlp([6, 9, 9, 3], seed=3), nn.MSELoss(), **FIXED | settings)
+
+
+def step(optimizer: KFAC, k: int) -> None:
+    x, y = normal(7, 6, seed=k), normal(7, 3, seed=100 + k)
+    optimizer.step(optimizer.closure(x, y))
+
+
+def second_moments(F, E, shapes):
+    """diag(Eᵀ F E) of every diagonal block, as matrices S (rows, columns)."""
+    sizes = [rows * columns for rows, columns in shapes]
+    blocks = [row.split(sizes, dim=1)[i] for i, row in enumerate(F.split(sizes))]
+    return [
+        dense.unvec((B.mT @ block @ B).diagonal(), shape)
+        for block, B, shape in zip(blocks, E, shapes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("lag", [0, LAG])
+def test_whole_steps_by_the_dense_definition(lag):
+    """θ ← θ − E (S + γ²)⁻¹ Eᵀ ∇h, E of the last refresh, S of all steps since, this one included."""
+    optimizer = new(
+        inverse_lag=lag,
+        step_size=RawStep(1.0),
+        fisher=ExactFisher(ema_decay=0.9),
+        acceptance=None,
+        statistics_fraction=1.0,
+    )
+    model, loss = optimizer.model, nn.MSELoss()
+    shapes = dense.shapes(model)
+    curvature: dict[int, Any] = {}
+    S: list[Any] = []
+    E: list[Any] = []
+    n = 0
+    for k in range(1, 15):
+        x, y = normal(7, 6, seed=k), normal(7, 3, seed=100 + k)
+        A, G = dense.moments(model, x, "gaussian", variance=0.5, scale=1 / 3)
+        decay = min(1 - 1 / k, 0.9)
+        curvature[k] = [
+            (A[i][i], G[i][i])
+            if k == 1
+            else tuple(
+                decay * old + (1 - decay) * new[i][i]
+                for old, new in zip(curvature[k - 1][i], (A, G), strict=True)
+            )
+            for i in range(len(shapes))
+        ]
+        begun = k if k <= 3 else k - lag  # whose factors a refresh at this step is made of
+        if k <= 3 or (begun > 3 and begun % INTERVAL == 0):
+            eigen = [[torch.linalg.eigh(M) for M in pair] for pair in curvature[begun]]
+            E = [dense.kron(a.eigenvectors, g.eigenvectors) for a, g in eigen]
+            S = [torch.outer(g.eigenvalues, a.eigenvalues) for a, g in eigen]
+            n = 0
+        else:
+            F = dense.exact_fisher(model, x, "gaussian", variance=0.5, scale=1 / 3)
+            keep = min(1 - 1 / (n + 2), decay)
+            S = [
+                keep * old + (1 - keep) * new
+                for old, new in zip(S, second_moments(F, E, shapes), strict=True)
+            ]
+            n += 1
+        gradient = dense.unflatten(dense.gradient(model, loss, x, y), shapes)
+        directions = [
+            B @ ((B.mT @ dense.vec(V)) / (dense.vec(s) + GAMMA**2))
+            for B, s, V in zip(E, S, gradient, strict=True)
+        ]
+        expected = dense.theta(model) - torch.cat(directions)
+        optimizer.step(optimizer.closure(x, y))
+        assert_close(dense.theta(model), expected, **AUTODIFF)
+        assert [p.observed for p in optimizer._state.current.inverse.pieces] == [n] * len(shapes)
+
+
+def test_a_refused_step_leaves_the_second_moments_as_they_were():
+    optimizer = new()
+    for k in range(1, 5):
+        step(optimizer, k)
+    before = optimizer._state.current
+    x, y = normal(7, 6) * torch.nan, normal(7, 3)
+    optimizer.step(optimizer.closure(x, y))
+    assert optimizer.report.refused
+    assert optimizer._state.current is before
+
+
+@dataclass(frozen=True)
+class Slow(EigenvalueCorrectedInverse):
+    """Takes its time in the background."""
+
+    def prepare(self, curvature: Curvature) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.05)
+        return super().prepare(curvature)
+
+
+def test_a_background_refresh_gives_the_same_run_however_long_it_takes():
+    slow, fast = (
+        new(inverse=kind(), inverse_lag=LAG) for kind in (Slow, EigenvalueCorrectedInverse)
+    )
+    for k in range(1, 18):
+        step(slow, k)
+        step(fast, k)
+        if fast._state.refresh is not None:
+            list(fast._state.refresh.outcomes)  # waits
+    assert fast._state.current.iteration == 10  # that of 15 comes into use at 18
+    assert same(slow.state_dict()["kfac"]["current"], fast.state_dict()["kfac"]["current"])
+    for a, b in zip(slow.model.parameters(), fast.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_block_without_an_eigendecomposition_keeps_its_last_inverse(monkeypatch):
+    """And its second moments go on."""
+    optimizer = new()
+    for k in range(1, INTERVAL):
+        step(optimizer, k)
+    old = optimizer._state.current.inverse.pieces
+    original = torch.linalg.eigh
+
+    def fail(M, *args, **kwargs):
+        if len(M) == 7:  # A of the first layer
+            raise torch.linalg.LinAlgError("as told")
+        return original(M, *args, **kwargs)
+
+    monkeypatch.setattr(kronfac.linalg.spd.torch.linalg, "eigh", fail)
+    step(optimizer, INTERVAL)
+    (event,) = optimizer.report.events
+    assert event.kind == EventKind.BLOCK_FAILED
+    new_pieces = optimizer._state.current.inverse.pieces
+    assert new_pieces[0].E_A is old[0].E_A
+    assert new_pieces[0].observed == old[0].observed + 1
+    assert [p.observed for p in new_pieces[1:]] == [0, 0]
+    assert new_pieces[1].E_A is not old[1].E_A
+
+
+@pytest.mark.parametrize("field", ["E_A", "E_G", "S", "d_A", "d_G"])
+def test_a_state_with_another_shape_is_refused(field):
+    optimizer = new()
+    step(optimizer, 1)
+    saved = optimizer.state_dict()
+    piece = saved["kfac"]["current"]["inverse"]["pieces"][1]
+    piece[field] = piece[field][:-1]
+    with pytest.raises(StateError, match=f"EigenvalueCorrected.{field}"):
+        new().load_state_dict(saved)
+
+
+def test_a_state_of_another_damping_is_refused():
+    optimizer = new()
+    step(optimizer, 1)
+    with pytest.raises(StateError, match="Make one with the same inverse"):
+        new(inverse="ekfac").load_state_dict(optimizer.state_dict())
+
+
+# ------------------------------------------------------------------------------------------- training
+
+
+def regression(seed):
+    x = normal(200, 5, seed=seed)
+    return mlp([5, 20, 20, 2], seed=seed), nn.MSELoss(), x, (x @ normal(5, 2, seed=seed + 50)).sin()
+
+
+def classification(seed):
+    x = normal(200, 5, seed=seed)
+    y = (x @ normal(5, 8, seed=seed + 50)).tanh() @ normal(8, 3, seed=seed + 60)
+    return mlp([5, 20, 20, 3], seed=seed), nn.CrossEntropyLoss(), x, y.argmax(dim=1)
+
+
+def steps_to(target, problem, seed, inverse):
+    model, loss, x, y = problem(seed)
+    optimizer = KFAC(model, loss, inverse=inverse)
+    for k in range(1, 201):
+        if float(optimizer.step(optimizer.closure(x, y))) < target:
+            return k
+    raise AssertionError(f"{inverse} does not reach {target} in 200 steps")
+
+
+@pytest.mark.parametrize(("problem", "target"), [(regression, 5e-3), (classification, 2e-2)])
+def test_it_takes_at_most_1_3_times_the_steps_of_the_block_diagonal_inverse(problem, target):
+    for seed in range(3):
+        ours, other = (
+            steps_to(target, problem, seed, inverse) for inverse in ("ekfac", "block_diagonal")
+        )
+        assert ours <= 1.3 * other, (seed, ours, other)
+
+
+def noisy(seed):
+    """With noise in the targets, and torch's own initial parameters, which are small."""
+    torch.manual_seed(seed)
+    x = torch.randn(512, 10)
+    y = (x @ torch.randn(10, 3)).sin() + 0.1 * torch.randn(512, 3)
+    layers = nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3)
+    return nn.Sequential(*layers), nn.MSELoss(), x, y
+
+
+def test_the_factored_damping_takes_fewer_steps_than_gamma_squared_alone():
+    """Why it is the default (docs/results/ekfac.md)."""
+    for seed in range(3):
+        factored, exact = (
+            steps_to(0.05, noisy, seed, inverse)
+            for inverse in ("ekfac", EigenvalueCorrectedInverse(ExactTikhonov()))
+        )
+        assert factored < 0.9 * exact, (seed, factored, exact)
