@@ -63,8 +63,8 @@ class Layer:
         named = {name: own.get(name) for group in self.groups(module) for name in group}
         return {name: p for name, p in named.items() if p is not None}
 
-    def kind_of(self, module: nn.Module) -> Kind:
-        """How a module uses its parameters."""
+    def kind_of(self, module: nn.Module, first: str) -> Kind:
+        """How a module uses the unit whose first parameter has this name."""
         return self.kind
 
     def swapped(self, module: nn.Module) -> int:
@@ -72,11 +72,16 @@ class Layer:
         return 0
 
 
-def block_of(adapter: Adapter, module: nn.Module, shape: tuple[int, int], blocks: Blocks) -> Block:
-    """The block that an adapter's method `block` wants for a module, if it has one; else by its kind."""
+def block_of(
+    adapter: Adapter, module: nn.Module, first: str, shape: tuple[int, int], blocks: Blocks
+) -> Block:
+    """The block that an adapter's method `block` wants for a module, if it has one; else by its kind.
+
+    `first` is the name of the unit's first parameter in the module.
+    """
     choose = getattr(adapter, "block", None)
     if choose is None:
-        kind = adapter.kind_of(module) if isinstance(adapter, Layer) else "matrix"
+        kind = adapter.kind_of(module, first) if isinstance(adapter, Layer) else "matrix"
         return blocks.choose(kind, *shape)
     block = choose(module)
     if not isinstance(block, Block):

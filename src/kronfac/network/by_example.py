@@ -5,12 +5,74 @@ that is the same for all examples, such as the table of positions, has none of t
 summed over the examples, and counts as that of one.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+Arrange = Callable[[Tensor], Tensor]
 
-def by_example(x: Tensor, examples: int) -> Tensor:
-    """(examples, places, features) from (…, features); (1, places, features) if it has no examples."""
+
+@dataclass(frozen=True)
+class Layout:
+    """What is known of the layout of a use's outputs, beyond what their shape shows."""
+
+    arrange: Arrange | None = None
+    """Makes (…, rows) of a tensor of the outputs' shape, if that is another."""
+    dim: int | None = None
+    """The dimension of (…, rows) that has the examples; None to find it by its size."""
+    first_row: int = 0
+    """The first row of V that was multiplied, if only some were."""
+    counts: Tensor | None = None
+    """Which places count, in the dimensions in front of the rows, bool: padding does not; None for all."""
+
+    def arranged(self, outputs: Tensor) -> Tensor:
+        """(…, rows)."""
+        return outputs if self.arrange is None else self.arrange(outputs)
+
+    def by_example(self, x: Tensor, examples: int) -> Tensor:
+        """(examples, places, features) from (…, features)."""
+        return by_example(x, examples, self.dim)
+
+    def grads(self, g: Tensor, examples: int, rows: int) -> Tensor:
+        """(examples, places, rows of V) from gradients at the outputs, zero in rows that were not used."""
+        grads = self.by_example(self.arranged(g), examples)
+        after = rows - self.first_row - grads.shape[-1]
+        if self.first_row or after:
+            grads = torch.nn.functional.pad(grads, (self.first_row, after))
+        return grads
+
+    def counted(self, examples: int) -> Tensor | None:
+        """The places that count, (examples, places)."""
+        if self.counts is None:
+            return None
+        return self.by_example(self.counts.unsqueeze(-1), examples).squeeze(-1)
+
+    def has_examples(self, outputs: Tensor, examples: int) -> bool:
+        """Whether the examples are among the outputs' dimensions."""
+        if self.dim is None:
+            return _has_examples(outputs.shape, examples)
+        return self.arranged(outputs).shape[self.dim] % max(examples, 1) == 0
+
+
+def _has_examples(shape: torch.Size, examples: int) -> bool:
+    return examples in shape[:2] or (len(shape) > 0 and shape[0] % max(examples, 1) == 0)
+
+
+PLAIN = Layout()
+
+
+def by_example(x: Tensor, examples: int, dim: int | None = None) -> Tensor:
+    """(examples, places, features) from (…, features); (1, places, features) if it has no examples.
+
+    `dim` is the dimension that has them, if it is known; it may also have several entries of each, one
+    after the other.
+    """
+    if dim is not None:
+        moved = x.movedim(dim, 0)
+        count = (examples or len(moved)) if len(moved) % max(examples, 1) == 0 else 1
+        return moved.reshape(count, -1, x.shape[-1])
     if x.dim() == 1:
         return x.view(1, 1, -1)
     lead = x.shape[:-1]

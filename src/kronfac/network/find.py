@@ -80,7 +80,8 @@ def find_units(model: nn.Module, other: Other = "diagonal", blocks: Blocks | Non
                 chosen=described,
             )
             if described and adapter is not None:
-                unit = replace(unit, block=block_of(adapter, module, unit.shape, blocks))
+                block = block_of(adapter, module, keys[0], unit.shape, blocks)
+                unit = replace(unit, block=block)
             units.append(unit)
     _check(model, units, refused)
     return Found(units, sites)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from kronfac.network.by_example import PLAIN, Layout
 from kronfac.network.find import Site
 from kronfac.network.unit import Unit
 from kronfac.network.uses import Elementwise, Uses
@@ -132,6 +133,28 @@ class SeeFunctions(TorchFunctionMode):
                     for root in derived.roots
                 ]
         self.uses.elementwise(outputs, found)
+
+    def product(
+        self,
+        outputs: Tensor,
+        weight: Tensor | None,
+        x: Tensor,
+        bias: Tensor | None,
+        func: Function,
+        layout: Layout = PLAIN,
+    ) -> None:
+        """outputs = W x + b for a function that only uses parameters themselves, not what is derived."""
+        self.give_up_inputs(func, *(v for v in (weight, bias) if self.parameter(v) is None))
+        factors = [(self.parameter(weight), x), (self.parameter(bias), None)]
+        self.uses.product(outputs, factors, layout)
+
+    def give_up_inputs(self, func: Function, *values: Any) -> None:
+        """The same for parameters, and what is derived from them, where a function has its inputs."""
+        for value in values:
+            if (p := self.parameter(value)) is not None:
+                self.give_up([p], func)
+            elif (derived := self.derived(value)) is not None:
+                self.give_up(derived.roots, func)
 
     def give_up(self, parameters: Any, func: Function) -> None:
         """Remember that parameters were used in a way that is not understood."""

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kronfac.curvature import AnyTap, ElementwiseTap, GroupedTap, Inputs, OneHot, Tap
-from kronfac.network.by_example import by_example, sum_to_shape
+from kronfac.network.augmented import Augmented
+from kronfac.network.by_example import PLAIN, Arrange, Layout, by_example, sum_to_shape
 from kronfac.network.find import Site
 from kronfac.network.unit import Unit
 
-Arrange = Callable[[Tensor], Tensor]
 Factor = Tensor | Inputs | None
 """What a parameter was multiplied with; None stands for ones."""
 
@@ -76,6 +76,8 @@ class Uses:
         """Where the outputs of the uses entered the graph. Edges, not tensors: an activation may overwrite
         the outputs, after which the tensor stands for something else."""
         self.outputs: list[torch.Size] = []
+        self.summed = False
+        """Whether outputs of a use have no dimension of examples: gradients are then summed over them."""
         self._like: list[Tensor] = []
         self.of: list[list[Recorded]] = [[] for _ in units]
         """The uses of every unit."""
@@ -101,31 +103,27 @@ class Uses:
             found.append(use.tap(g.detach()))
         return found
 
-    @property
-    def summed(self) -> bool:
-        """Whether the examples are not among the dimensions of some outputs: summed over them."""
-        return any(not _has_examples(shape, self.examples) for shape in self.outputs)
-
     # ----------------------------------------------------------------------------------- recording
 
     def product(
         self,
         outputs: Tensor,
         factors: Sequence[tuple[Tensor | None, Factor]],
-        arrange: Arrange | None = None,
+        layout: Layout = PLAIN,
         source: Tensor | None = None,
     ) -> None:
         """outputs = Σ_p P x_p for pairs (P, x_p), at every example and place.
 
-        `arrange` makes (…, rows) of a tensor of the outputs' shape; x_p is (…, columns), with the same
-        dimensions in front, or `Inputs`, which were computed from `source`.
+        x_p is (…, columns), with the same dimensions in front as the outputs have in their layout, or
+        `Inputs`, which were computed from `source`. If only some rows of the units were multiplied,
+        `layout` says which.
         """
         found = self._by_unit(outputs, factors)
-        edge = self._edge(outputs) if found else 0
+        edge = self._edge(outputs, layout) if found else 0
         for n, columns in found.items():
             unit = self.units[n]
-            x = self._columns(unit, columns, outputs if arrange is None else arrange(outputs))
-            tap = partial(_product_tap, x, arrange, self.examples)
+            x = self._columns(unit, columns, outputs, layout)
+            tap = partial(_product_tap, x, layout, unit.rows, self.examples)
             self.of[n].append(Recorded(edge, tap, self._source([(None, source), *factors])))
 
     def transposed(
@@ -189,7 +187,7 @@ class Uses:
         """A call of a module whose adapter says itself what its parameters are multiplied with."""
         for use in site.adapter.uses(site.module, args, kwargs, output):  # type: ignore[attr-defined]
             factors = [(site.module._parameters[name], x) for name, x in use.inputs.items()]
-            self.product(use.outputs, factors, use.arrange)
+            self.product(use.outputs, factors, Layout(use.arrange))
 
     def _by_unit(
         self, outputs: Tensor, factors: Sequence[tuple[Tensor | None, Any]]
@@ -204,20 +202,23 @@ class Uses:
                 found.setdefault(n, {})[i] = x
         return found
 
-    def _edge(self, outputs: Tensor) -> int:
+    def _edge(self, outputs: Tensor, layout: Layout = PLAIN) -> int:
+        self.summed = self.summed or not layout.has_examples(outputs, self.examples)
         self.edges.append(get_gradient_edge(outputs))
         self.outputs.append(outputs.shape)
         self._like.append(outputs.new_empty(0))
         return len(self.edges) - 1
 
-    def _columns(self, unit: Unit, columns: dict[int, Factor], outputs: Tensor) -> Tensor | Inputs:
+    def _columns(
+        self, unit: Unit, columns: dict[int, Factor], outputs: Tensor, layout: Layout
+    ) -> Tensor | Inputs:
         """ā, (examples, places, columns), with zeros for parameters that this use does without."""
         parts: list[Tensor | Inputs] = []
-        lead = by_example(outputs.detach(), self.examples)
+        lead = layout.by_example(layout.arranged(outputs.detach()), self.examples)
         for i, p in enumerate(unit.parameters):
             x = columns.get(i)
             if isinstance(x, Tensor):
-                parts.append(by_example(x.detach(), self.examples))
+                parts.append(layout.by_example(x.detach(), self.examples))
             elif x is not None:
                 parts.append(x)
             else:
@@ -238,40 +239,8 @@ class Uses:
         return next((x for _, x in factors if isinstance(x, Tensor)), None)
 
 
-@dataclass(frozen=True)
-class Augmented:
-    """Inputs with further columns that are the same at every place, such as the ones of a bias."""
-
-    inputs: Inputs
-    columns: list[Tensor]  # (examples, places, …) each
-
-    @property
-    def shape(self) -> torch.Size:
-        """(examples, places, columns)."""
-        width = sum(x.shape[-1] for x in self.columns)
-        return torch.Size((*self.inputs.shape[:2], self.inputs.shape[2] + width))
-
-    def all(self) -> Tensor:
-        """ā."""
-        return torch.cat([self.inputs.all(), *self.columns], dim=-1)
-
-    def rows(self) -> Tensor:
-        """As many vectors as the inputs have."""
-        rows = self.inputs.rows()
-        assert isinstance(rows, Tensor)
-        return torch.cat([rows, *(x[0, 0].expand(len(rows), -1) for x in self.columns)], dim=-1)
-
-    def select(self, index: slice) -> "Augmented":
-        """The inputs of some of the examples."""
-        return Augmented(self.inputs.select(index), [x[index] for x in self.columns])
-
-
-def _has_examples(shape: torch.Size, examples: int) -> bool:
-    return examples in shape[:2] or (len(shape) > 0 and shape[0] % max(examples, 1) == 0)
-
-
-def _product_tap(x: Tensor | Inputs, arrange: Arrange | None, examples: int, g: Tensor) -> Tap:
-    return Tap(x, by_example(g if arrange is None else arrange(g), examples))
+def _product_tap(x: Tensor | Inputs, layout: Layout, rows: int, examples: int, g: Tensor) -> Tap:
+    return Tap(x, layout.grads(g, examples, rows), layout.counted(examples))
 
 
 def _transposed_tap(

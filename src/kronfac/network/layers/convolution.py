@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from kronfac.network.adapter import Layer, register
 from kronfac.network.blocks import Kind
+from kronfac.network.by_example import Layout
 from kronfac.network.functions import SeeFunctions, observes
 
 PLACES = 1 / 4
@@ -139,7 +140,10 @@ def _observe(
     if groups == 1:
         patches = Patches(x, geometry)
         see.uses.product(
-            outputs, [(factors[0], patches), (factors[1], None)], partial(_last, dims=dims), input
+            outputs,
+            [(factors[0], patches), (factors[1], None)],
+            Layout(partial(_last, dims=dims)),
+            input,
         )
         return outputs
     # (examples, groups · channels, …) → (groups, examples, places, channels · kernel)
@@ -174,7 +178,7 @@ for _dims, _function in enumerate((torch.conv1d, torch.conv2d, torch.conv3d), st
 class ConvolutionAdapter(Layer):
     """A convolution: small ones and those in groups have dense blocks."""
 
-    def kind_of(self, module: nn.Module) -> Kind:
+    def kind_of(self, module: nn.Module, first: str) -> Kind:
         """By its groups."""
         return "convolution" if module.groups == 1 else "grouped"
 

@@ -8,6 +8,7 @@ from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from kronfac.network.adapter import Layer, register
+from kronfac.network.by_example import Layout
 from kronfac.network.functions import SeeFunctions, observes
 
 
@@ -64,7 +65,7 @@ def _record_matmul(see: SeeFunctions, outputs: Tensor, a: Tensor, b: Tensor) -> 
         return
     root = weight if derived is None else derived.roots[0]
     if on_left and derived is None:  # W x, one column per place
-        see.uses.product(outputs, [(root, x.mT)], arrange=lambda g: g.mT)
+        see.uses.product(outputs, [(root, x.mT)], Layout(lambda g: g.mT))
     elif on_left:
         see.give_up([root], torch.matmul)
     elif derived is None:  # x W: each place has Wᵀ x

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from kronfac.network.adapter import Layer, register
 from kronfac.network.blocks import Kind
+from kronfac.network.by_example import Layout
 from kronfac.network.functions import SeeFunctions, observes
 from kronfac.network.layers.convolution import Geometry, Patches, _by_group, _last, _tuple
 
@@ -88,7 +89,7 @@ def _observe(
     geometry = Geometry(kernel, (1,) * dims, _tuple(dilation, dims))
     if groups == 1:
         factors = [(own_weight, TurnedPatches(x, geometry)), (own_bias, None)]
-        see.uses.product(outputs, factors, partial(_last, dims=dims), input)
+        see.uses.product(outputs, factors, Layout(partial(_last, dims=dims)), input)
         return outputs
     apart = x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)
     columns = TurnedPatches(apart, geometry).all().unflatten(0, (groups, -1))
@@ -105,7 +106,7 @@ for _dims, _function in enumerate(_FUNCTIONS, start=1):
 class TransposedConvolutionAdapter(Layer):
     """A transposed convolution: small ones and those in groups have dense blocks."""
 
-    def kind_of(self, module: nn.Module) -> Kind:
+    def kind_of(self, module: nn.Module, first: str) -> Kind:
         """By its groups."""
         return "convolution" if module.groups == 1 else "grouped"
 
