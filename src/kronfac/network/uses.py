@@ -214,7 +214,7 @@ class Uses:
     ) -> Tensor | Inputs:
         """ā, (examples, places, columns), with zeros for parameters that this use does without."""
         parts: list[Tensor | Inputs] = []
-        lead = layout.by_example(layout.arranged(outputs.detach()), self.examples)
+        lead = layout.by_example(layout.arranged(outputs.detach())[..., :1], self.examples)
         for i, p in enumerate(unit.parameters):
             x = columns.get(i)
             if isinstance(x, Tensor):

@@ -145,12 +145,13 @@ def _layer(
         parts: the parameters of every direction.
     """
     outputs, ends = [], []
-    # No view if there is one direction: what follows may write to the outputs.
-    each = [found] if len(parts) == 1 else found.chunk(len(parts), dim=-1)
+    # No views, which may not be outputs of a node: what follows may write to them.
+    each = [found] if len(parts) == 1 else [x.contiguous() for x in found.chunk(2, dim=-1)]
     for d, (own, matrices) in enumerate(zip(each, parts, strict=True)):
         turn = times.backwards if d else _same
         begin = [h[d] for h in start]
-        products = _products(see, function, kind, times, turn(x), begin[0], turn(own), matrices)
+        inputs = turn(x).contiguous()  # a product with a bias is faster that way
+        products = _products(see, function, kind, times, inputs, begin[0], turn(own), matrices)
         h, *others = states(products, turn(own), begin)
         outputs.append(turn(h))
         ends.append([times.last(state) for state in (h, *others)])

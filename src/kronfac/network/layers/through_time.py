@@ -131,25 +131,23 @@ class LSTM:
     def states(
         self, products: Products, h: Tensor, start: Sequence[Tensor]
     ) -> tuple[list[Tensor], Tensor | None, Pull]:
-        """Cells are computed step by step, all else at once."""
-        gates = (products.s + products.q).unflatten(-1, (4, -1))
-        i, f, o = (gates[..., n, :].sigmoid() for n in (0, 1, 3))
-        g = gates[..., 2, :].tanh()
-        cells = i * g  # (time, batch, hidden)
-        before = torch.empty_like(cells)
-        before[0] = start[1]
-        for t, added in enumerate(cells):
-            added.addcmul_(f[t], before[t])
-            if t + 1 < len(cells):
-                before[t + 1] = added
+        """Cells are computed step by step, all else at once; the slopes in the place of s + q."""
+        slopes = (products.s + products.q).unflatten(-1, (4, -1))
+        i, f, o = (slopes[..., n, :].sigmoid() for n in (0, 1, 3))
+        g = slopes[..., 2, :].tanh()
+        added = i * g
+        cells, before = torch.empty_like(f), start[1]
+        for t in range(len(f)):
+            before = torch.addcmul(added[t], f[t], before, out=cells[t])
         squashed = cells.tanh()
-        # What the gradients at the cells, and for o at u, are multiplied with.
-        slopes = gates  # in its place
-        torch.mul(i - i.square(), g, out=slopes[..., 0, :])
-        torch.mul(f - f.square(), before, out=slopes[..., 1, :])
-        torch.mul(1 - g.square(), i, out=slopes[..., 2, :])
-        torch.mul(o - o.square(), squashed, out=slopes[..., 3, :])
-        through = o * (1 - squashed.square())  # ∂u/∂c
+        u = o * squashed
+        # ∂c and, for o, ∂u / ∂(s + q), by σ′ = σ (1 − σ) and tanh′ = 1 − tanh².
+        torch.addcmul(added, added, i, value=-1, out=slopes[..., 0, :])
+        kept = f * torch.cat([start[1].unsqueeze(0), cells[:-1]])
+        torch.addcmul(kept, kept, f, value=-1, out=slopes[..., 1, :])
+        torch.addcmul(i, added, g, value=-1, out=slopes[..., 2, :])
+        torch.addcmul(u, u, o, value=-1, out=slopes[..., 3, :])
+        through = torch.addcmul(o, u, squashed, value=-1)  # ∂u/∂c
         W, W_hr = products.W_hh, products.W_hr
 
         def pull(grads: Sequence[Tensor | None]) -> Grads:
@@ -157,7 +155,7 @@ class LSTM:
             g = torch.empty_like(slopes)
             at_product = None if W_hr is None else h.new_empty(h.shape)
             dh = torch.zeros_like(h[0]) if at_h is None else at_h[-1]
-            dc = torch.zeros_like(cells[0])
+            dc = torch.zeros_like(f[0])
             for t in reversed(range(len(g))):
                 if at_product is not None and W_hr is not None:
                     at_product[t] = dh
@@ -172,7 +170,6 @@ class LSTM:
             joined = g.flatten(2)
             return joined, joined, at_product, dh, dc
 
-        u = o * squashed if W_hr is not None else None
         return [h, cells], u, pull
 
 
@@ -194,12 +191,15 @@ class GRU:
         """All at once: h₋ is known."""
         (s_r, s_z, s_n), (q_r, q_z, q_n) = (x.chunk(3, dim=-1) for x in (products.s, products.q))
         r, z = torch.sigmoid(s_r + q_r), torch.sigmoid(s_z + q_z)
-        n = torch.tanh(s_n + r * q_n)
-        at_n = (1 - z) * (1 - n.square())  # ∂h/∂s_n
-        slopes = torch.stack(  # ∂h/∂q
-            [at_n * q_n * (r - r.square()), (products.before - n) * (z - z.square()), at_n * r],
-            dim=2,
-        )  # (time, batch, 3, hidden)
+        n = torch.addcmul(s_n, r, q_n).tanh_()
+        slopes = torch.empty_like(products.q).unflatten(-1, (3, -1))  # ∂h/∂q
+        free = 1 - z
+        at_n = torch.addcmul(free, free, n * n, value=-1)  # ∂h/∂s_n
+        torch.mul(at_n, r, out=slopes[..., 2, :])
+        at_r = slopes[..., 2, :] * q_n
+        torch.addcmul(at_r, at_r, r, value=-1, out=slopes[..., 0, :])
+        at_z = products.before.sub(n).mul_(z)
+        torch.addcmul(at_z, at_z, z, value=-1, out=slopes[..., 1, :])
         W = products.W_hh
 
         def pull(grads: Sequence[Tensor | None]) -> Grads:
