@@ -13,7 +13,7 @@ import kronfac
 from kronfac.curvature import Curvature, ExactFisher
 from kronfac.curvature.estimate import Sample, estimate
 from kronfac.linearization import Traced
-from kronfac.network import Network, record_uses
+from kronfac.network import Network, find_units, record_uses
 from kronfac.network.discovery import discover
 from tests.conftest import ALGEBRA, AUTODIFF, batch, network_of, normal, seeded
 
@@ -46,6 +46,7 @@ def assert_uses(model: nn.Module, x: Tensor) -> Network:
         for unit, uses, V in zip(network.units, taps, own, strict=True):
             assert {tap.examples for tap in uses} == {len(x)}, unit.name
             assert_close(sum(tap.gradients()[n] for tap in uses), V, msg=unit.name, **AUTODIFF)
+    find_units(model, other="refuse")  # does not refuse
     (part,) = batch(network, x).passes
     found = discover(network, part)
     assert [u.observed for u in found.units] == [True] * len(found.units)
