@@ -9,8 +9,10 @@ from kronfac.curvature.dense import DenseBlock, DenseMoments
 from kronfac.curvature.diagonal import DiagonalBlock, DiagonalMoments
 from kronfac.curvature.eigenvalue_corrected import EigenvalueCorrectedInverse
 from kronfac.curvature.fisher import EmpiricalFisher, ExactFisher, Fisher, SampledFisher
+from kronfac.curvature.grouped import GroupedKroneckerBlock, GroupedKroneckerMoments
 from kronfac.curvature.inverse import ApproximateInverse, DampedInverse
 from kronfac.curvature.kronecker import KroneckerBlock, KroneckerMoments
+from kronfac.curvature.kronecker_sum import KroneckerSumBlock, KroneckerSumMoments
 from kronfac.curvature.taps import (
     AnyTap,
     ElementwiseTap,
@@ -41,10 +43,14 @@ __all__ = [
     "ExactTikhonov",
     "FactoredTikhonov",
     "Fisher",
+    "GroupedKroneckerBlock",
+    "GroupedKroneckerMoments",
     "GroupedTap",
     "Inputs",
     "KroneckerBlock",
     "KroneckerMoments",
+    "KroneckerSumBlock",
+    "KroneckerSumMoments",
     "Link",
     "Moments",
     "OneHot",

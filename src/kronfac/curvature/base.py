@@ -51,6 +51,14 @@ class Moments(Storable, ABC):
     def trace(self) -> Tensor:
         """The trace of the curvature, float64."""
 
+    def factor_traces(self) -> Tensor | None:
+        """tr(A) tr(G) of a Kronecker product A ⊗ G, float64; None for blocks that are none.
+
+        It is what `Curvature.sampling_error` is made of: of several products over the same parameters the
+        sum, of products over parts of them the mean.
+        """
+        return None
+
     @abstractmethod
     def dense(self) -> Tensor:
         """The matrix itself, in the layout of vec(V), which stacks columns; for tests and pictures."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kronfac.curvature.base import Moments
-from kronfac.curvature.kronecker import KroneckerMoments
 from kronfac.errors import StateError
 from kronfac.ranges import Range
 from kronfac.storage import Layout, Storable, check_shapes
@@ -71,14 +70,15 @@ class Curvature(Storable):
 
             tr(A) tr(G) / n²,
 
-        here as a mean over all parameters with such a block.
+        here as a mean over all parameters whose block has such factors (`Moments.factor_traces`).
         """
-        blocks = [block for block in self.blocks if isinstance(block, KroneckerMoments)]
-        if not blocks:
+        pairs = [(block.factor_traces(), block.size) for block in self.blocks]
+        factored = [(traces, size) for traces, size in pairs if traces is not None]
+        if not factored:
             return 0.0
-        sizes = [block.size for block in blocks]
+        sizes = [size for _, size in factored]
         weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
-        mean = torch.stack([block.trace() for block in blocks]).cpu() @ weights
+        mean = torch.stack([traces for traces, _ in factored]).cpu() @ weights
         return float(mean) / self.examples**2
 
 

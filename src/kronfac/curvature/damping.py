@@ -43,6 +43,11 @@ class FactoredTikhonov:
         ratio = pi(A, G, self.norm)
         return ratio * gamma, gamma / ratio
 
+    def sizes(self, A: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
+        """‖A ⊗ I‖ and ‖I ⊗ G‖, by the trace if π is 1."""
+        norm = "trace" if self.norm == "one" else self.norm
+        return _mean_size(A, norm), _mean_size(G, norm)
+
 
 @dataclass(frozen=True)
 class ExactTikhonov:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kronfac.curvature.base import Block, Moments
 from kronfac.curvature.damping import Tikhonov
 from kronfac.curvature.taps import Taps, gradients_of_examples
-from kronfac.linalg import add_to_diagonal, inverse
+from kronfac.linalg import batched_inverse
 from kronfac.storage import Shapes, Storable
 
 LIMIT = 512
@@ -90,15 +90,8 @@ class DenseMoments(Moments):
 
     def damped(self, gamma: float, tikhonov: Tikhonov) -> DenseOperator:
         """(M + γ² I)⁻¹."""
-        shift = self.M.new_tensor(gamma**2)
-        shifted = self.M.clone()
-        shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
-        L, info = torch.linalg.cholesky_ex(shifted)
-        if bool((info == 0).all() & L.diagonal(dim1=-2, dim2=-1).isfinite().all()):
-            inverted = torch.cholesky_inverse(L)
-        else:  # one by one, each as far as it gets
-            inverted = torch.stack([inverse(add_to_diagonal(M, shift), "M") for M in self.M])
-        return DenseOperator(inverted, self.rows, self.columns)
+        shifts = self.M.new_full((len(self.M),), gamma**2)
+        return DenseOperator(batched_inverse(self.M, shifts, "M"), self.rows, self.columns)
 
     def trace(self) -> Tensor:
         """tr M."""

@@ -54,6 +54,15 @@ class KroneckerMoments(Moments):
         """tr(A) tr(G), which may be larger than the dtype of the factors can hold."""
         return _trace(self.A) * _trace(self.G)
 
+    def factor_traces(self) -> Tensor:
+        """tr(A) tr(G), with the mean in place of the trace for a side that is kept as its diagonal.
+
+        The inverse of a mean of n numbers is too large by a share of about 1/n, not of d/n: each number is
+        inverted by itself.
+        """
+        traces = [_trace(M) / (len(M) if M.dim() == 1 else 1) for M in (self.A, self.G)]
+        return traces[0] * traces[1]
+
     def dense(self) -> Tensor:
         """A ⊗ G."""
         return kron(*(torch.diag(M) if M.dim() == 1 else M for M in (self.A, self.G)))

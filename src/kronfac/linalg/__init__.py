@@ -4,6 +4,7 @@ from kronfac.linalg.kronecker import (
     EigenKroneckerSum,
     KroneckerProduct,
     OuterProduct,
+    kron,
     low_rank_pays,
 )
 from kronfac.linalg.kronecker_difference import (
@@ -12,14 +13,17 @@ from kronfac.linalg.kronecker_difference import (
     decompose,
     smith,
 )
+from kronfac.linalg.kronecker_sum import KroneckerSumInverse, invert_sum
 from kronfac.linalg.parallel import each, in_background
 from kronfac.linalg.spd import (
     Failure,
     add_to_diagonal,
+    batched_inverse,
     cholesky,
     eigh,
     inverse,
     inverse_from_cholesky,
+    shift_diagonal,
     shifted_choleskys,
     shifted_inverse,
     shifted_inverses,
@@ -31,9 +35,11 @@ __all__ = [
     "Failure",
     "KroneckerDifferenceInverse",
     "KroneckerProduct",
+    "KroneckerSumInverse",
     "OuterProduct",
     "SmithDifferenceInverse",
     "add_to_diagonal",
+    "batched_inverse",
     "cholesky",
     "decompose",
     "each",
@@ -41,7 +47,10 @@ __all__ = [
     "in_background",
     "inverse",
     "inverse_from_cholesky",
+    "invert_sum",
+    "kron",
     "low_rank_pays",
+    "shift_diagonal",
     "shifted_choleskys",
     "shifted_inverse",
     "shifted_inverses",

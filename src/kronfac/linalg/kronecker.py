@@ -54,21 +54,23 @@ class KroneckerProduct(Storable):
     def mv(self, V: Tensor | OuterProduct) -> Tensor:
         """G V A."""
         if not isinstance(V, OuterProduct):
-            return _right(_left(self.G, V), self.A)
+            return multiply_right(multiply_left(self.G, V), self.A)
         if not V.pays():
             return self.mv(V.to_dense())
-        return _right(V.grads, self.G).mT @ _right(V.inputs, self.A)
+        return multiply_right(V.grads, self.G).mT @ multiply_right(V.inputs, self.A)
 
     def to_dense(self) -> Tensor:
         """The (in·out, in·out) matrix."""
         return kron(*(torch.diag(M) if M.dim() == 1 else M for M in (self.A, self.G)))
 
 
-def _left(M: Tensor, V: Tensor) -> Tensor:
+def multiply_left(M: Tensor, V: Tensor) -> Tensor:
+    """M V, for a diagonal M also from its diagonal."""
     return M[:, None] * V if M.dim() == 1 else M @ V
 
 
-def _right(V: Tensor, M: Tensor) -> Tensor:
+def multiply_right(V: Tensor, M: Tensor) -> Tensor:
+    """V M, for a diagonal M also from its diagonal."""
     return V * M if M.dim() == 1 else V @ M
 
 

@@ -36,6 +36,11 @@ def add_to_diagonal(A: Tensor, shift: Tensor) -> Tensor:
     return shifted
 
 
+def shift_diagonal(A: Tensor, shift: Tensor) -> Tensor:
+    """A + shift · I, a copy; a diagonal one may be given, and comes back, as a vector."""
+    return A + shift if A.dim() == 1 else add_to_diagonal(A, shift)
+
+
 def cholesky(A: Tensor, name: str = "matrix") -> Tensor:
     """Lower-triangular L with L Lᵀ = A, from the lower triangle of A.
 
@@ -99,6 +104,21 @@ def shifted_inverse(A: Tensor, shift: Tensor, name: str = "matrix") -> Tensor:
     if not bool((inverted.isfinite() & (inverted > 0)).all()):
         raise NotPositiveDefiniteError(f"{name} ({len(A)} × {len(A)}, diagonal) is not positive.")
     return inverted
+
+
+def batched_inverse(matrices: Tensor, shifts: Tensor, name: str = "matrix") -> Tensor:
+    """The inverse of every A + shift · I of a batch (n, size, size), in one call if all have one.
+
+    Raises:
+        NonFiniteError, NotPositiveDefiniteError: one of them has none.
+    """
+    shifted = matrices.clone()
+    shifted.diagonal(dim1=-2, dim2=-1).add_(shifts[:, None])
+    L, info = torch.linalg.cholesky_ex(shifted)
+    if _succeeded(L, info):
+        return inverse_from_cholesky(L)
+    # One by one, each as far as it gets.
+    return torch.stack([inverse(A, f"{name}[{i}]") for i, A in enumerate(shifted)])
 
 
 def shifted_inverses(

@@ -3,12 +3,32 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kronfac.curvature import Block, DenseBlock, DiagonalBlock, KroneckerBlock
+from kronfac.curvature import (
+    Block,
+    DenseBlock,
+    DiagonalBlock,
+    GroupedKroneckerBlock,
+    KroneckerBlock,
+    KroneckerSumBlock,
+)
 from kronfac.curvature.kronecker import Sharing
 
-Kind = Literal["matrix", "convolution", "grouped", "embedding", "elementwise", "mixed"]
+Kind = Literal[
+    "matrix",
+    "convolution",
+    "grouped",
+    "embedding",
+    "tied",
+    "tied embedding",
+    "elementwise",
+    "mixed",
+]
+"""How a unit V is used. Tied: V in one place, Vᵀ in another, which for a tied embedding is a lookup.
+Mixed: in ways that have no block in common but a dense one."""
 PIECES = 32
 """Pieces of a dense block at the most: with more of them it takes more memory than ten gradients."""
+FEW_COLUMNS = 64
+"""Columns up to which a grouped convolution has dense pieces: depthwise ones have those of their kernel."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +61,32 @@ class Blocks:
 
     def choose(self, kind: Kind, rows: int, columns: int) -> Block:
         """The block of a unit (rows, columns) that is used in this way."""
-        size = rows * columns
-        if kind == "matrix":
-            return self._kronecker(rows, columns)
-        if kind == "embedding" and size > self.dense_limit:
-            # The second moments of unit vectors are diagonal.
-            return KroneckerBlock(diagonal_grads=True, diagonal_inputs=columns > self.wide_limit)
-        if kind == "convolution" and size > self.dense_limit:
-            return self._kronecker(rows, columns)
-        if size <= PIECES * self.dense_limit and columns <= self.dense_limit and kind != "mixed":
-            return DenseBlock(self.dense_limit)
-        if size <= self.dense_limit:
+        if rows * columns > self.dense_limit or kind == "matrix":
+            if kind in ("matrix", "convolution"):
+                return self._kronecker(rows, columns)
+            if kind == "embedding":
+                # The second moments of unit vectors are diagonal.
+                return KroneckerBlock(
+                    diagonal_grads=True, diagonal_inputs=columns > self.wide_limit
+                )
+            if kind in ("tied", "tied embedding"):
+                return self._sum(rows, columns, lookups=kind == "tied embedding")
+            if kind == "grouped" and columns > FEW_COLUMNS:
+                return GroupedKroneckerBlock()
+            if kind == "mixed":
+                return DiagonalBlock()
+        return self._dense(rows, columns)
+
+    def _dense(self, rows: int, columns: int) -> Block:
+        if rows * columns <= PIECES * self.dense_limit and columns <= self.dense_limit:
             return DenseBlock(self.dense_limit)
         return DiagonalBlock()
+
+    def _sum(self, rows: int, columns: int, lookups: bool) -> KroneckerSumBlock:
+        direct = self._kronecker(rows, columns)
+        if not lookups:
+            return KroneckerSumBlock(direct, direct)
+        return KroneckerSumBlock(direct, KroneckerBlock("expand", direct.diagonal_inputs, True))
 
     def _kronecker(self, rows: int, columns: int) -> KroneckerBlock:
         return KroneckerBlock(

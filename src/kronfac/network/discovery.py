@@ -13,11 +13,11 @@ import torch
 from kronfac.curvature import (
     AnyTap,
     Block,
-    DenseBlock,
     DiagonalBlock,
-    ElementwiseTap,
+    GroupedKroneckerBlock,
     GroupedTap,
     KroneckerBlock,
+    KroneckerSumBlock,
     OneHot,
     Tap,
 )
@@ -79,26 +79,27 @@ def _unobserved(unit: Unit, why: str) -> Unit:
 
 def _kind(taps: list[AnyTap]) -> Kind:
     """The kind of use that all of these are."""
-    kinds = {_kind_of(tap) for tap in taps}
-    both_ways = len({tap.transposed for tap in taps if isinstance(tap, Tap)}) > 1
-    return "mixed" if both_ways or len(kinds) > 1 else kinds.pop()
-
-
-def _kind_of(tap: AnyTap) -> Kind:
-    if isinstance(tap, GroupedTap):
-        return "grouped"
-    if isinstance(tap, ElementwiseTap):
-        return "elementwise"
-    if isinstance(tap.inputs, OneHot):
-        return "embedding"
+    products = [tap for tap in taps if isinstance(tap, Tap)]
+    if not products:
+        kinds = {type(tap) for tap in taps}
+        return "mixed" if len(kinds) > 1 else "grouped" if GroupedTap in kinds else "elementwise"
+    if len(products) < len(taps):
+        return "mixed"
+    backwards = [tap for tap in products if tap.transposed]
+    lookups = bool(backwards) and all(isinstance(tap.inputs, OneHot) for tap in backwards)
+    if len(backwards) == len(products):
+        return "embedding" if lookups else "matrix"
+    if backwards:
+        return "tied embedding" if lookups else "tied"
     return "matrix"
 
 
 def _fits(block: Block, taps: list[AnyTap]) -> bool:
     """Whether a block can be estimated from uses of this kind."""
-    if isinstance(block, (DenseBlock, DiagonalBlock)):
-        return True
-    if not isinstance(block, KroneckerBlock):
-        return True  # one from outside, which knows what it does
+    if isinstance(block, GroupedKroneckerBlock):
+        return all(isinstance(tap, GroupedTap) for tap in taps)
+    if not isinstance(block, (KroneckerBlock, KroneckerSumBlock)):
+        return True  # it needs no more than gradients, or is from outside and knows what it does
     products = [tap for tap in taps if isinstance(tap, Tap)]
-    return len(products) == len(taps) and len({tap.transposed for tap in products}) == 1
+    ways = {tap.transposed for tap in products}
+    return len(products) == len(taps) and (isinstance(block, KroneckerSumBlock) or len(ways) == 1)

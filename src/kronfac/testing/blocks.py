@@ -1,14 +1,18 @@
 """A conformance kit for curvature blocks."""
 
-from dataclasses import fields
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from kronfac.curvature import Block, FactoredTikhonov, Moments, Tap
-from kronfac.storage import Unpacker, pack
+from kronfac.curvature import AnyTap, Block, FactoredTikhonov, GroupedTap, Moments, Tap
+from kronfac.storage import Unpacker, pack, tensors_in
+
+Way = Literal["direct", "transposed", "grouped"]
+"""s = V ā; s = Vᵀ ā; rows in two groups, each with inputs of its own."""
+GROUPS = 2
 
 
 def _close(found: Tensor, expected: Tensor) -> None:
@@ -16,11 +20,16 @@ def _close(found: Tensor, expected: Tensor) -> None:
 
 
 def check_block(
-    block: Block, rows: int = 3, columns: int = 4, places: int = 2, seed: int = 0
+    block: Block,
+    rows: int = 4,
+    columns: int = 3,
+    places: int = 2,
+    seed: int = 0,
+    uses: Sequence[Way] = ("direct",),
 ) -> None:
-    """Check what K-FAC relies on, for a unit of this shape, in float64.
+    """Check what K-FAC relies on, for a unit of this shape that is used in these ways, in float64.
 
-    - moments of two halves of the examples add up to those of all;
+    - two passes with half of the examples each show what one pass with all of them does;
     - an example that comes twice with half the weight changes nothing;
     - the moving average is decay · old + (1 − decay) · new;
     - the damped inverse is symmetric and positive definite, multiplies as its dense form does, and becomes
@@ -35,26 +44,27 @@ def check_block(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    a, g = normal(8, places, columns), normal(8, places, rows)
+    taps = [_tap(way, normal, rows, columns, places) for way in uses]
 
-    def observe(index: Tensor, share: float = 1.0, weight: float = 0.125) -> Moments:
-        return block.observe([Tap(a[index], g[index])], share, weight)
+    def observe(index: Tensor, weight: float = 0.125) -> Moments:
+        return block.observe([_select(tap, index) for tap in taps], 1.0, weight)
 
     whole = observe(torch.arange(8))
-    halves = [observe(torch.arange(4) + 4 * i, share=0.5) for i in range(2)]
-    for name in _names(whole):
-        _close(sum(getattr(half, name) for half in halves), getattr(whole, name))
+    halves = block.average(None, 0.0)
+    for half in (torch.arange(4), torch.arange(4, 8)):
+        halves.add([_select(tap, half) for tap in taps], True, 0.5, 0.125)
+    for found, expected in zip(*map(tensors_in, (halves.value(), whole)), strict=True):
+        _close(found, expected)
     twice = observe(torch.arange(8).repeat(2), weight=0.0625)
     _close(twice.dense(), whole.dense())
     assert whole.size == rows * columns
     _close(whole.trace(), whole.dense().trace())
 
     average = block.average(whole, 0.75)
-    average.add([Tap(a[:4], g[:4])], True, 1.0, 0.25)
+    average.add([_select(tap, torch.arange(4)) for tap in taps], True, 1.0, 0.25)
     new = observe(torch.arange(4), weight=0.25)
-    for name in _names(whole):
-        expected = 0.75 * getattr(whole, name) + 0.25 * getattr(new, name)
-        _close(getattr(average.value(), name), expected)
+    for found, a, b in zip(*map(tensors_in, (average.value(), whole, new)), strict=True):
+        _close(found, 0.75 * a + 0.25 * b)
 
     V = normal(rows, columns)
     operators = [whole.damped(gamma, FactoredTikhonov()) for gamma in (0.3, 3.0)]
@@ -69,13 +79,27 @@ def check_block(
     assert torch.equal(_reload(whole).dense(), whole.dense())
 
 
+def _tap(way: Way, normal: Any, rows: int, columns: int, places: int) -> AnyTap:
+    """A use by 8 examples."""
+    if way == "direct":
+        return Tap(normal(8, places, columns), normal(8, places, rows))
+    if way == "transposed":
+        return Tap(normal(8, places, rows), normal(8, places, columns), transposed=True)
+    return GroupedTap(normal(GROUPS, 8, places, columns), normal(GROUPS, 8, places, rows // GROUPS))
+
+
+def _select(tap: AnyTap, index: Tensor) -> AnyTap:
+    """The tap of some of the examples."""
+    if isinstance(tap, GroupedTap):
+        return GroupedTap(tap.inputs[:, index], tap.grads[:, index])
+    assert isinstance(tap, Tap)
+    assert isinstance(tap.inputs, Tensor)
+    return Tap(tap.inputs[index], tap.grads[index], transposed=tap.transposed)
+
+
 def _reload(value: Any) -> Any:
     """The value from its saved form."""
     return Unpacker(torch.device("cpu")).unpack(type(value), pack(value))
-
-
-def _names(moments: Moments) -> list[str]:
-    return [f.name for f in fields(moments)]  # type: ignore[arg-type]
 
 
 def _vec(V: Tensor) -> Tensor:
