@@ -21,7 +21,14 @@ from kronfac.control import (
     Measurement,
     StepState,
 )
-from kronfac.curvature import Curvature, DampedInverse, DiagonalMoments
+from kronfac.curvature import (
+    Curvature,
+    DampedInverse,
+    DiagonalMoments,
+    KroneckerBlock,
+    KroneckerSumMoments,
+    Moments,
+)
 from kronfac.errors import StateError
 from kronfac.network import Matrices, Unit
 from kronfac.ranges import Count, NotNegative
@@ -214,12 +221,11 @@ def _order(names: Sequence[str], units: Sequence[Unit]) -> list[int]:
 
 
 def _check_blocks(curvature: Curvature | None, units: Sequence[Unit], settings: Settings) -> None:
-    """The kinds of moments, which may be diagonal for a unit whose uses were not all seen, and links."""
+    """The kinds of moments, which for some units are known after the first pass only, and links."""
     if curvature is None:
         return
     for unit, moments in zip(units, curvature.blocks, strict=True):
-        # One that no adapter describes has the block that its first pass asked for.
-        if unit.chosen and not isinstance(moments, (unit.block.moments, DiagonalMoments)):
+        if not isinstance(moments, _kinds(unit)):
             raise StateError(
                 f"The state's statistics of {unit.name!r} are {type(moments).__name__}; this KFAC has "
                 f"a {type(unit.block).__name__} for it. Use the block that it was saved with."
@@ -229,6 +235,15 @@ def _check_blocks(curvature: Curvature | None, units: Sequence[Unit], settings: 
             f"The state's curvature must have a link, or None, between any two of {len(units)} units; "
             f"got {len(curvature.links)}. Load an earlier state."
         )
+
+
+def _kinds(unit: Unit) -> tuple[type[Moments], ...]:
+    """The kinds of moments that a unit may have had: the first pass shows how it is used."""
+    if not unit.chosen:
+        return (Moments,)
+    # Diagonal ones if its uses were not all seen, a sum if V and Vᵀ both were used.
+    both = (KroneckerSumMoments,) if isinstance(unit.block, KroneckerBlock) else ()
+    return (unit.block.moments, DiagonalMoments, *both)
 
 
 def _continued(saved: SavedState, fresh: State, settings: Settings, weight_decay: float) -> State:

@@ -97,6 +97,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "small_step_command",
                 "a step of a small network over one of AdamW, and with dropout over without",
             ),
+            "wide": Command(
+                "bench.wide",
+                "WideConfig",
+                "wide_command",
+                "how good a block with a diagonal or low-rank side is for a language-model head",
+            ),
             "ordinary": Command(
                 "bench.ordinary",
                 "OrdinaryConfig",
