@@ -5,9 +5,12 @@ from torch.testing import assert_close
 from kronfac.curvature import (
     BlockDiagonalInverse,
     Curvature,
+    DenseBlock,
+    DenseMoments,
     ExactTikhonov,
     FactoredTikhonov,
     KroneckerMoments,
+    Tap,
 )
 from kronfac.curvature.inverse import Failed
 from kronfac.linalg import OuterProduct
@@ -123,3 +126,19 @@ def test_a_vector_of_another_network_is_refused():
         damped.mv([normal(6, 9)])
     with pytest.raises(ValueError, match="2 units"):
         damped.mv([normal(6, 9), normal(4, 7), normal(4, 7)])
+
+
+def test_dense_blocks_are_inverted_together():
+    """Several of equal and of other sizes, one in pieces, one without an inverse: each as it is alone."""
+    taps = [
+        [Tap(normal(9, 1, columns, seed=i), normal(9, 1, rows, seed=i + 10))]
+        for i, (rows, columns) in enumerate([(4, 2), (4, 2), (3, 2), (6, 2), (4, 2)])
+    ]
+    blocks = [DenseBlock(limit=8).observe(uses, 1.0, 0.5) for uses in taps]
+    assert [len(block.M) for block in blocks] == [1, 1, 1, 2, 1]
+    bad = DenseMoments(torch.full_like(blocks[4].M, torch.nan), 4, 2)
+    damped = BlockDiagonalInverse().prepare(Curvature((*blocks[:4], bad))).damped(0.3)
+    assert [number for number, _ in damped.failures] == [4]
+    for piece, block in zip(damped.pieces[:4], blocks, strict=False):
+        matrix = block.dense() + 0.09 * torch.eye(block.size, dtype=torch.float64)
+        assert_close(piece.to_dense(), torch.linalg.inv(matrix), rtol=1e-9, atol=1e-10)

@@ -75,7 +75,10 @@ def autoencoder() -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
     return Autoencoder().double(), nn.BCEWithLogitsLoss(), x, x
 
 
-PROBLEMS = {"language model": (language, "embedding.weight"), "autoencoder": (autoencoder, "encoder")}
+PROBLEMS = {
+    "language model": (language, "embedding.weight"),
+    "autoencoder": (autoencoder, "encoder"),
+}
 each_problem = pytest.mark.parametrize(("problem", "name"), PROBLEMS.values(), ids=PROBLEMS)
 
 
@@ -87,7 +90,9 @@ def unit_of(optimizer: KFAC, name: str):
 @pytest.mark.parametrize("own", [True, False], ids=["KFAC.closure", "own closure"])
 def test_the_quadratic_model_is_that_of_the_dense_fisher(problem, name, own):
     model, loss, x, y = problem()
-    x, y = (t[:2, :2] if t.dtype == torch.int64 else t[:4] for t in (x, y))  # 160 outputs at the most
+    x, y = (
+        t[:2, :2] if t.dtype == torch.int64 else t[:4] for t in (x, y)
+    )  # 160 outputs at the most
     optimizer = assert_dense_step(model, loss, x, y, own)
     assert isinstance(unit_of(optimizer, name).block, KroneckerSumBlock)
 

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kronfac.curvature.base import Moments
 from kronfac.curvature.curvature import Curvature
 from kronfac.curvature.damping import ExactTikhonov, FactoredTikhonov, Tikhonov
+from kronfac.curvature.dense import DenseMoments, DenseOperator
 from kronfac.curvature.inverse import ApproximateInverse, DampedInverse, Piece, failed
 from kronfac.curvature.kronecker import KroneckerMoments
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
@@ -75,6 +77,7 @@ class PreparedBlocks:
             pieces |= zip(factored, self._factored(factored, gamma), strict=True)
         for i, ((s_A, E_A), (s_G, E_G)) in self._eigen.items():
             pieces[i] = EigenKroneckerSum(E_A, s_A, E_G, s_G, gamma**2)
+        pieces |= self._dense(gamma)
         for i, block in enumerate(self._blocks):
             if i not in pieces:
                 pieces[i] = self._one(block, gamma)
@@ -96,6 +99,26 @@ class PreparedBlocks:
                 pieces.append(KroneckerProduct(A, G))
             else:
                 pieces.append(failed(A if isinstance(A, Exception) else G))  # type: ignore[arg-type]
+        return pieces
+
+    def _dense(self, gamma: float) -> dict[int, Piece]:
+        """Dense blocks by number, all at once as well: networks have dozens of normalisation layers."""
+        # One that only extends DenseMoments may invert in its own way.
+        dense = {i: b for i, b in enumerate(self._blocks) if type(b) is DenseMoments}
+        matrices = [M for b in dense.values() for M in b.M]
+        shifts = [M.new_tensor(gamma**2) for M in matrices]
+        names = [f"M[{i}]" for i, b in dense.items() for _ in b.M]
+        inverted = iter(shifted_inverses(matrices, shifts, names))
+        pieces: dict[int, Piece] = {}
+        for i, block in dense.items():
+            parts = [next(inverted) for _ in block.M]
+            good = [part for part in parts if isinstance(part, Tensor)]
+            bad = [part for part in parts if not isinstance(part, Tensor)]
+            pieces[i] = (
+                failed(bad[0])
+                if bad
+                else DenseOperator(torch.stack(good), block.rows, block.columns)
+            )
         return pieces
 
     def _one(self, block: Moments, gamma: float) -> Piece:

@@ -1,6 +1,6 @@
 """Which curvature block a unit gets, by what kind of use it has and how large it is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from kronfac.curvature import (
@@ -86,7 +86,10 @@ class Blocks:
         direct = self._kronecker(rows, columns)
         if not lookups:
             return KroneckerSumBlock(direct, direct)
-        return KroneckerSumBlock(direct, KroneckerBlock("expand", direct.diagonal_inputs, True))
+        # For a vocabulary a diagonal G is as good as a full one (docs/results/wide_sides.md), and the rows
+        # fall apart: no decomposition of a matrix as large as the vocabulary.
+        by_row = replace(direct, diagonal_grads=True)
+        return KroneckerSumBlock(by_row, replace(by_row, sharing="expand"))
 
     def _kronecker(self, rows: int, columns: int) -> KroneckerBlock:
         return KroneckerBlock(

@@ -1,12 +1,12 @@
 """`kronfac bench wide`: how good a block with a diagonal or low-rank side is for a language-model head.
 
-A small model of the next word is trained on synthetic text with Zipf's frequencies. Then the quadratic model
-of its head's weight V (vocabulary, width + 1) alone,
+A small model of the next word is trained on synthetic text with Zipf's frequencies. Then the quadratic
+model of its head's weight V (vocabulary, width + 1) alone,
 
     M(δ) = gᵀδ + ½ δᵀ(F + λI)δ,
 
-is minimised as far as a block allows: along δ = −P g for the block's damped inverse P, with the best length.
-Shown is which share of the smallest possible M that is. F is the exact Fisher of the head, as products.
+is minimised as far as a block allows: along δ = −P g for the block's damped inverse P, with the best
+length. Shown is which share of the smallest possible M that is. F is the exact Fisher of the head.
 """
 
 import math
@@ -170,7 +170,8 @@ def train_head(config: WideConfig) -> Head:
     a = torch.cat([features, torch.ones_like(features[:, :1])], dim=1)
 
     def at_outputs(targets: Tensor) -> Tensor:
-        return p - functional.one_hot(targets, config.vocabulary)
+        g: Tensor = p - functional.one_hot(targets, config.vocabulary)
+        return g
 
     drawn = torch.multinomial(p, 1).squeeze(1)
     tap = Tap(a.unsqueeze(1), at_outputs(drawn).unsqueeze(1))
@@ -216,7 +217,9 @@ def _inverses(config: WideConfig, head: Head) -> dict[str, Inverse]:
 def _kronecker(A: Tensor, G: Tensor, V: Tensor, gamma: float) -> Tensor:
     """(G + γ/π I)⁻¹ V (A + πγI)⁻¹."""
     damped_A, damped_G = FactoredTikhonov().damp(A, G, gamma)
-    return torch.linalg.solve(damped_A, torch.linalg.solve(damped_G, V).mT).mT
+    left: Tensor = torch.linalg.solve(damped_G, V)
+    both: Tensor = torch.linalg.solve(damped_A, left.mT)
+    return both.mT
 
 
 def _document(config: WideConfig, trials: list[WideTrial]) -> Document:
@@ -226,7 +229,7 @@ def _document(config: WideConfig, trials: list[WideTrial]) -> Document:
     note = (
         "Share of the largest possible decrease of the quadratic model that the block's direction reaches, "
         f"with the best length and the best of γ = {', '.join(f'{x:g}' for x in GAMMAS)} times √λ. "
-        "Statistics from targets drawn once per example, as SampledFisher has them."
+        "Statistics from targets drawn once per example, as SampledFisher has them; all of it in float64."
     )
     return Document(
         title="Wide sides",
