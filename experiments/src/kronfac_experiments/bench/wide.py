@@ -71,7 +71,7 @@ def wide_command(config: WideConfig) -> list[Path]:
     """Measure what has not been measured; show and write all of it."""
     console = Console(highlight=False, soft_wrap=True)
     torch.set_num_threads(config.threads)
-    settings = asdict(config)
+    settings = asdict(config) | {"ranks": list(config.ranks)}  # as JSON has it
     for name in ("run_dir", "output"):
         del settings[name]
     path = config.folder("wide") / "wide.json"
