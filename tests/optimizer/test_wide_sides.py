@@ -1,4 +1,4 @@
-"""Heads and embeddings of a large vocabulary: nothing as large as vocabulary times vocabulary is ever made."""
+"""Heads and embeddings of a large vocabulary: nothing as large as its square is ever made."""
 
 from typing import Any
 

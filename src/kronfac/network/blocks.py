@@ -39,9 +39,9 @@ class Blocks:
         sharing: how the factors of a weight that an example uses at several places are taken, see
             `KroneckerBlock`.
         dense_limit: parameters up to which a unit has a dense block: normalisation layers, depthwise and
-            small convolutions, small tied weights, single parameters. Larger normalisation layers, depthwise
-            convolutions and single parameters have several such pieces; others have Kronecker factors, as
-            Linear layers always have.
+            small convolutions, small tied weights, single parameters. Larger normalisation layers,
+            depthwise convolutions and single parameters have several such pieces; others have Kronecker
+            factors, as Linear layers always have.
         wide_limit: features up to which a Kronecker factor is a full matrix; above it is a diagonal. Over
             the vocabulary of an embedding it always is, tied to a head or not.
     """
