@@ -24,6 +24,7 @@ from kronfac.control import (
 from kronfac.curvature import (
     Curvature,
     DampedInverse,
+    DenseMoments,
     DiagonalMoments,
     KroneckerBlock,
     KroneckerSumMoments,
@@ -241,8 +242,8 @@ def _kinds(unit: Unit) -> tuple[type[Moments], ...]:
     """The kinds of moments that a unit may have had: the first pass shows how it is used."""
     if not unit.chosen:
         return (Moments,)
-    # Diagonal ones if its uses were not all seen, a sum if V and Vᵀ both were used.
-    both = (KroneckerSumMoments,) if isinstance(unit.block, KroneckerBlock) else ()
+    # Diagonal ones if its uses were not all seen, a sum or a dense one if V and Vᵀ both were used.
+    both = (KroneckerSumMoments, DenseMoments) if isinstance(unit.block, KroneckerBlock) else ()
     return (unit.block.moments, DiagonalMoments, *both)
 
 

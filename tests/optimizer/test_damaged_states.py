@@ -215,9 +215,12 @@ def test_what_is_wrong_is_said(number):
 def test_a_moment_of_another_kind_is_refused():
     state = trained().state_dict()
     blocks = state["kfac"]["curvature"]["blocks"]
-    dense = {"class": "DenseMoments", "M": torch.eye(25).double()[None], "rows": 5, "columns": 5}
-    damaged = edited(state, "curvature", "blocks", value=[dense, blocks[1]])
-    refuses(trained(3), damaged, "'0' are DenseMoments; this KFAC has a KroneckerBlock")
+    grouped = {
+        "class": "GroupedKroneckerMoments",
+        **dict.fromkeys("AG", torch.eye(5).double()[None]),
+    }
+    damaged = edited(state, "curvature", "blocks", value=[grouped, blocks[1]])
+    refuses(trained(3), damaged, "'0' are GroupedKroneckerMoments; this KFAC has a KroneckerBlock")
     operator = edited(state, "current", "inverse", "pieces", 0, value=blocks[0])
     refuses(
         trained(3), operator, r"pieces\[0\] must be of type Operator or ChainOperator or Failed"
