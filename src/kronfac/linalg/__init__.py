@@ -25,6 +25,7 @@ from kronfac.linalg.spd import (
     shifted_inverses,
     symmetrize,
 )
+from kronfac.linalg.take import take
 
 __all__ = [
     "EigenKroneckerSum",
@@ -47,4 +48,5 @@ __all__ = [
     "shifted_inverses",
     "smith",
     "symmetrize",
+    "take",
 ]

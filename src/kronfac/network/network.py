@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,12 @@ class Network:
 
     def has_uses(self, unit: int) -> bool:
         """Whether the uses of a unit are seen; else only its gradient is."""
-        return any(unit == number for site in self.sites for number, _ in site.columns)
+        return unit in self._used
+
+    @cached_property
+    def _used(self) -> set[int]:
+        """The units that a site has uses of."""
+        return {number for site in self.sites for number, _ in site.columns}
 
     @torch.no_grad()
     def theta(self) -> Matrices:

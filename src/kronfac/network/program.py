@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from kronfac.linalg import take
 from kronfac.network.side_effects import RandomState, replay
 from kronfac.objective import READERS, Terms
 
@@ -117,6 +118,8 @@ class Pass:
     def examples(self) -> int:
         """The length of the first tensor that the model was called with."""
         call = self.calls[0]
+        if call.args and isinstance(call.args[0], Tensor) and call.args[0].dim() > 0:
+            return len(call.args[0])
         for leaf in pytree.tree_leaves((call.args, call.kwargs)):
             if isinstance(leaf, Tensor) and leaf.dim() > 0:
                 return len(leaf)
@@ -157,14 +160,14 @@ class Pass:
             if not (every or first):
                 return leaf
             first = False
-            return leaf[part if isinstance(part, slice) else part.to(leaf.device)]
+            return take(leaf, part)
 
         steps = tuple(
             replace(
                 step,
-                args=pytree.tree_map(rows, step.args),
-                kwargs=pytree.tree_map(rows, step.kwargs),
-                trace=step.trace and step.trace.select(part),
+                args=_map_leaves(rows, step.args),
+                kwargs=_map_leaves(rows, step.kwargs),
+                trace=None if step.trace is None else step.trace.select(part),
             )
             if isinstance(step, ModelCall)
             else step
@@ -288,6 +291,13 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def fill(given: Any, values: Mapping[int, Tensor]) -> Any:
     """Arguments with tensors in the places of their references."""
-    return pytree.tree_map(
-        lambda leaf: values[leaf.index] if isinstance(leaf, Ref) else leaf, given
-    )
+    return _map_leaves(lambda leaf: values[leaf.index] if isinstance(leaf, Ref) else leaf, given)
+
+
+def _map_leaves(function: Function, given: Any) -> Any:
+    """`pytree.tree_map`, which is slow, but for arguments that are all there is to map."""
+    if not given:
+        return given
+    if type(given) is tuple and all(isinstance(value, (Tensor, Ref)) for value in given):
+        return tuple(map(function, given))
+    return pytree.tree_map(function, given)

@@ -27,6 +27,8 @@ from kronfac.objective.terms import Terms
 
 Reader = Callable[..., Terms]
 """From a loss function's own arguments to its terms."""
+_SQUARE, _LOGISTIC = Gaussian(variance=0.5), Bernoulli()
+"""Made once: they are modules, which take longer to make than all else here."""
 
 
 def _reduction(name: str, reduction: str, size_average: bool | None, reduce: bool | None) -> bool:
@@ -59,7 +61,7 @@ def _mse(
     reduction: str = "mean",
     weight: Tensor | None = None,
 ) -> Terms:
-    likelihood = Gaussian(variance=0.5)
+    likelihood = _SQUARE
     likelihood.check(input, target)
     mean = _reduction("mse_loss", reduction, size_average, reduce)
     scale = 1 / input.numel() if mean else 1.0
@@ -79,7 +81,7 @@ def _bce(
     reduction: str = "mean",
     pos_weight: Tensor | None = None,
 ) -> Terms:
-    likelihood = Bernoulli()
+    likelihood = _LOGISTIC
     likelihood.check(input, target)
     mean = _reduction("binary_cross_entropy_with_logits", reduction, size_average, reduce)
     weights = None if weight is None else _rows(input, weight.detach())
