@@ -97,6 +97,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "small_step_command",
                 "a step of a small network over one of AdamW, and with dropout over without",
             ),
+            "orders": Command(
+                "bench.orders",
+                "OrdersConfig",
+                "orders_command",
+                "the end of a short run with its examples in several orders",
+            ),
             "ordinary": Command(
                 "bench.ordinary",
                 "OrdinaryConfig",
