@@ -16,7 +16,7 @@ from torch import Tensor
 from kronfac.curvature import SummedGradient
 from kronfac.evaluation import Evaluation
 from kronfac.linearization import Traced
-from kronfac.network import Matrices, Network, Pass, Unit, dot
+from kronfac.network import Matrices, Network, Pass, Unit, dot, hooked
 
 TOLERANCE, MIXED_TOLERANCE = 10.0, 0.2
 """How far gradients may differ relative to their size: in roots of the dtype's precision, 5e-3 in float32
@@ -46,14 +46,14 @@ def compare(evaluation: Evaluation, gradient: Matrices) -> Verdict | None:
     have hooks, numbers are not finite, or all digits are lost.
     """
     network, mixed = evaluation.network, evaluation.batch.mixed
-    if all(map(_changed_by_hooks, network.units)):
+    if all(hooked(unit.parameters) for unit in network.units):
         return None
     if mixed and not losses_agree(
         evaluation, float(evaluation.returned_loss), float(evaluation.loss)
     ):
         return None
     found = zip(network.units, gradient, *_gradients(network, evaluation.batch.passes), strict=True)
-    free = [part for part in found if not _changed_by_hooks(part[0])]
+    free = [part for part in found if not hooked(part[0].parameters)]
     units, gradient, seen, rebuilt, summed = zip(*free, strict=True)
     precision = torch.finfo(network.dtype).eps
     tolerance, rounding = TOLERANCE * precision**0.5, ROUNDING * precision
@@ -150,11 +150,6 @@ def _slopes(view: Traced, part: Pass) -> list[Tensor]:
         (slope,) = torch.autograd.grad(value, leaf)
         slopes.append(loss.terms.matrix(slope))
     return slopes
-
-
-def _changed_by_hooks(unit: Unit) -> bool:
-    """Whether a parameter has hooks, which may change its gradient."""
-    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in unit.parameters)
 
 
 def losses_agree(evaluation: Evaluation, returned: float, seen: float) -> bool:

@@ -6,7 +6,7 @@ from kronfac.network.linear import LinearAdapter
 from kronfac.network.network import Network
 from kronfac.network.program import Batch, LossCall, ModelCall, Pass, Ref
 from kronfac.network.recorder import record
-from kronfac.network.side_effects import Buffers, RandomState, replay, restore
+from kronfac.network.side_effects import Buffers, RandomState, hooked, replay, restore
 from kronfac.network.subset import sizes, subsets
 from kronfac.network.unit import Unit
 from kronfac.network.uses import Uses, record_uses
@@ -31,6 +31,7 @@ __all__ = [
     "Uses",
     "dot",
     "find_units",
+    "hooked",
     "record",
     "record_uses",
     "register",

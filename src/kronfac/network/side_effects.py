@@ -4,7 +4,7 @@ K-FAC runs the model more often than its user does. Passes that are compared wit
 the same dropout masks, and no pass of K-FAC's own may move running statistics or counters.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -53,6 +53,11 @@ def replay(state: RandomState | None) -> Iterator[None]:
         yield
     finally:
         before.restore()
+
+
+def hooked(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether one has hooks, which may change its gradient or wait for it."""
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
 
 
 class Buffers:
