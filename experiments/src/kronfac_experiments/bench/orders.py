@@ -7,7 +7,7 @@ random order the two are the same in distribution.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -96,9 +96,7 @@ def orders_command(config: OrdersConfig) -> list[Path]:
     """Run what has not been run; show and write all of it."""
     console = Console(highlight=False, soft_wrap=True)
     torch.set_num_threads(config.threads)
-    settings = asdict(config)
-    for name in ("run_dir", "output"):
-        del settings[name]
+    settings = config.settings()
     x, _ = cancer()
     usual = 250 / len(x)  # what KFAC takes by itself of so few
     subsets: dict[str, dict[str, Any]] = {

@@ -5,7 +5,7 @@ Steps of all optimizers are taken in turn on the same mini-batches; a repeat's r
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -62,9 +62,7 @@ def small_step_command(config: SmallStepConfig) -> list[Path]:
     """Measure what has not been measured; show and write all of it."""
     console = Console(highlight=False, soft_wrap=True)
     torch.set_num_threads(config.threads)
-    settings = asdict(config)
-    for name in ("run_dir", "output"):
-        del settings[name]
+    settings = config.settings()
     kfac, dropout = _kfac(FRIEDMAN, nn.MSELoss()), 0.5
     cross_entropy = nn.CrossEntropyLoss()
     jobs = {
