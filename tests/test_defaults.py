@@ -16,7 +16,7 @@ ROOT = Path(kronfac.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "defaults.md"
 STEP = (
     "settings", "refresh", "candidates", "first_damping", "measure", "proposal", "step", "validation",
-    "optimizer", "evaluation", "gradient_check",
+    "optimizer", "evaluation", "gradient_check", "gradient_comparison",
 )  # fmt: skip
 MODULES = sorted((ROOT / "control").glob("*.py")) + [ROOT / f"{name}.py" for name in STEP]
 

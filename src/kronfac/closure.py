@@ -9,7 +9,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from kronfac.errors import TargetError
 from kronfac.linalg import OuterProduct
 from kronfac.linearization.by_hand import augmented, gradients, trace_call
-from kronfac.network import Batch, LossCall, ModelCall, Network, Pass, RandomState, Ref
+from kronfac.network import Batch, LossCall, ModelCall, Network, Pass, RandomState, Ref, hooked
 from kronfac.objective import Objective
 from kronfac.precision import mixed
 
@@ -127,5 +127,5 @@ class MiniBatchClosure:
             or mixed(self._targets.device)
             or _has_any_global_hook()
             or any(t.requires_grad for t in (*self._args, self._targets))
-            or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in network.parameters)
+            or hooked(network.parameters)
         )

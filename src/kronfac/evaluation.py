@@ -85,7 +85,7 @@ class Evaluation:
         return tuple(gradients)
 
     def accumulated(self) -> bool:
-        """Whether the closure added its gradient to one that was there before."""
+        """Whether the closure wrote to gradients that were there before: added to them, or zeroed first."""
         return any(
             p.grad is old and old._version != version for p, (old, version) in self.stale.items()
         )

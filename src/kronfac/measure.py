@@ -19,7 +19,6 @@ def measure(evaluation: Evaluation, state: State) -> Measurement:
         weight_decay=evaluation.weight_decay,
         lambda_=state.damping.lambda_,
         gamma=math.nan if state.gamma is None else state.gamma.gamma,
-        objective_scale=batch.total_weight,
         summed=batch.summed,
         precision=torch.finfo(evaluation.network.dtype).eps,
         resolution=evaluation.resolution,

@@ -6,7 +6,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -348,6 +348,22 @@ class KFAC(torch.optim.Optimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # A module that holds its own optimizer is not complete yet when that is copied.
+        if _complete(state["model"]):
+            self._restore(state)
+        else:
+            self.__dict__["_saved"] = state
+
+    if not TYPE_CHECKING:  # or every attribute would be thought to exist
+
+        def __getattr__(self, name: str) -> Any:
+            """Finish a copy when it is first used; only what an optimizer does not have leads here."""
+            if "_saved" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.")
+            self._restore(self.__dict__.pop("_saved"))
+            return getattr(self, name)
+
+    def _restore(self, state: dict[str, Any]) -> None:
         KFAC.__init__(self, state["model"], state["loss"], **state["settings"])
         self.load_state_dict(state["state_dict"])
         self.param_groups[0].update(state["group"])
@@ -361,3 +377,9 @@ class KFAC(torch.optim.Optimizer):
                 "changing the model."
             )
         super().add_param_group(ParameterGroup(param_group))
+
+
+def _complete(module: nn.Module) -> bool:
+    """Whether a module has been copied, all that is in it included."""
+    modules = vars(module).get("_modules")
+    return modules is not None and all(_complete(m) for m in modules.values() if m is not None)

@@ -159,7 +159,7 @@ class Unbounded(DampingRule[DampingState]):
         (check_gamma_rule, Impure(), "then"),
         (check_gamma_rule, Unsaved(), "no number and no tensor"),
         (check_gamma_rule, Subclass(), "no number and no tensor"),
-        (check_damping_rule, Unbounded(), "λ = "),
+        (check_damping_rule, Unbounded(), "λ = |lambda_ must be"),
     ],
 )
 def test_the_kit_finds_faults(check, rule, message):

@@ -17,6 +17,7 @@ from kronfac.curvature import (
     Link,
     SampledFisher,
 )
+from kronfac.curvature.inverse import DampedInverse, Failed
 from kronfac.objective import Bernoulli
 from tests.conformance import as_matrix, assert_relative
 from tests.conftest import ALGEBRA, mlp, normal, seeded
@@ -204,17 +205,71 @@ def test_a_chain_that_has_no_inverse_falls_back_to_its_units():
     assert_relative(as_matrix(damped.mv, shapes), as_matrix(alone.mv, shapes))
 
 
-def test_a_chain_with_a_unit_that_has_no_inverse_has_none_and_leaves_other_units():
-    A, G, _ = network("deep")
+def without(curvature, number):
+    """The same with NaN in one unit's A."""
+    blocks = list(curvature.blocks)
+    blocks[number] = replace(blocks[number], A=torch.full_like(blocks[number].A, torch.nan))
+    return replace(curvature, blocks=tuple(blocks))
+
+
+@each_solver
+@pytest.mark.parametrize("bad", range(4))
+def test_a_unit_without_an_inverse_divides_its_chain_in_two(bad, solver):
+    A, G, shapes = network("deep")
+    strategy = BlockTridiagonalInverse(solver=solver)
+    damped = strategy.prepare(without(curvature_from(A, G), bad)).damped(GAMMA)
+    ((number, message),) = damped.failures
+    assert number == bad
+    assert "NaN" in message
+    # What is left: F̂⁻¹ of the units before and of those behind it.
+    damped_A, damped_G = dense.factored_tikhonov(A, G, GAMMA)
+    parts = [
+        dense.block_tridiagonal_inverse_upwards(
+            *([row[start:stop] for row in M[start:stop]] for M in (damped_A, damped_G))
+        )
+        for start, stop in ((0, bad), (bad + 1, 4))
+        if start < stop
+    ]
+    pieces = tuple(piece for piece in damped.pieces if not isinstance(piece, Failed))
+    rest = [shape for i, shape in enumerate(shapes) if i != bad]
+    found = as_matrix(DampedInverse(pieces).mv, rest)
+    assert_relative(found, torch.block_diag(*parts))
+
+
+@each_solver
+@pytest.mark.parametrize("bad", range(4))
+def test_a_unit_without_an_inverse_keeps_its_place_in_the_old_chain(bad, solver):
+    """Its old Σ⁻¹, the block of Λ: what is left of Ξᵀ Λ Ξ if the unit's Ψ are left out."""
+    A, G, shapes = network("deep")
+    strategy = BlockTridiagonalInverse(solver=solver)
     whole = curvature_from(A, G)
-    nan = KroneckerMoments(torch.full_like(A[1][1], torch.nan), G[1][1])
-    bad = Curvature((whole.blocks[0], nan, *whole.blocks[2:]), (whole.links[0], None, None))
-    damped = BlockTridiagonalInverse().prepare(bad).damped(GAMMA)
-    assert [number for number, _ in damped.failures] == [0, 1]
-    assert all("A[1]" in message for _, message in damped.failures)
-    alone = BlockDiagonalInverse().prepare(whole).damped(GAMMA)
-    for i in (2, 3):
-        assert torch.equal(damped.pieces[i].to_dense(), alone.pieces[i].to_dense())
+    old = strategy.prepare(whole).damped(2 * GAMMA)
+    new = strategy.prepare(without(whole, bad)).damped(GAMMA)
+    completed = new.completed_by(old)
+    assert not completed.failures
+    (chain,) = old.pieces
+    n = sum(getattr(piece, "length", 1) for piece in completed.pieces[: min(bad, 1)])
+    assert n == bad
+    assert completed.pieces[min(bad, 1)] is chain.Sigma_inv[bad]
+    assert torch.linalg.eigvalsh(as_matrix(completed.mv, shapes)).min() > 0
+    # Of an inverse in pieces, the piece is kept that the unit has; next time the chain is whole again.
+    again = strategy.prepare(without(whole, bad)).damped(3 * GAMMA).completed_by(completed)
+    assert again.pieces[min(bad, 1)] is chain.Sigma_inv[bad]
+    assert new.completed_by(new) is None
+    assert new.completed_by(None) is None
+
+
+def test_sigma_in_the_old_chain_is_a_conditional_covariance():
+    """Σᵢ = F̂ᵢᵢ − F̂ᵢ,ᵢ₊₁ F̂ᵢ₊₁,ᵢ₊₁⁻¹ F̂ᵢ₊₁,ᵢ: not above the unit's own curvature F̂ᵢᵢ."""
+    A, G, shapes = network("deep")
+    (chain,) = BlockTridiagonalInverse().prepare(curvature_from(A, G)).damped(GAMMA).pieces
+    F = dense.kron_fisher(*dense.factored_tikhonov(A, G, GAMMA))
+    sizes = [rows * columns for rows, columns in shapes]
+    rows = [row.split(sizes, dim=1) for row in F.split(sizes)]
+    for i, Sigma_inv in enumerate(chain.Sigma_inv[:-1]):
+        cross = rows[i][i + 1]
+        expected = rows[i][i] - cross @ torch.linalg.solve(rows[i + 1][i + 1], cross.mT)
+        assert_relative(Sigma_inv.to_dense(), expected.inverse())
 
 
 # ---------------------------------------------------------------------------------------- refusals

@@ -71,6 +71,48 @@ def test_a_deep_copy_is_complete():
     assert same(dict(other.model.state_dict()), dict(optimizer.model.state_dict()))
 
 
+def at_the_model(optimizer: KFAC) -> nn.Module:
+    return optimizer.model
+
+
+def at_a_layer(optimizer: KFAC) -> nn.Module:
+    return optimizer.model[0]
+
+
+def at_a_container(optimizer: KFAC) -> nn.Module:
+    return nn.Sequential(optimizer.model)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("place", [at_the_model, at_a_layer, at_a_container])
+def test_a_module_that_holds_its_own_optimizer_is_copied_with_it(place, way):
+    optimizer = trained()
+    holder = place(optimizer)
+    holder.optimizer = optimizer
+    copied = copy.deepcopy(holder) if way == "deepcopy" else pickle.loads(pickle.dumps(holder))
+    other = copied.optimizer
+    assert isinstance(other, KFAC)
+    if place is at_the_model:
+        assert other.model is copied
+    assert other.report.iteration == 6
+    for run in (optimizer, other):
+        advance(run, range(6, 9))
+    assert same(dict(other.model.state_dict()), dict(optimizer.model.state_dict()))
+    with pytest.raises(AttributeError, match="lr"):
+        other.lr  # noqa: B018
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_so_is_the_optimizer_of_a_model_that_holds_it(way):
+    optimizer = trained()
+    optimizer.model.optimizer = optimizer
+    other = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    assert other.model.optimizer is other
+    for run in (optimizer, other):
+        advance(run, range(6, 9))
+    assert same(dict(other.model.state_dict()), dict(optimizer.model.state_dict()))
+
+
 # ---------------------------------------------------------------------------- damaged and foreign states
 
 

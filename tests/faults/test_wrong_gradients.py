@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kronfac import KFAC
+from kronfac.gradient_check import INTERVAL
 from tests.conftest import mlp, normal
-from tests.faults.steps import closure_of, train
+from tests.faults.steps import closure_of, flat, train
 
 X, Y = normal(32, 4), normal(32, 2, seed=1)
 STEPS = 25
@@ -44,6 +45,18 @@ def test_gradients_that_were_there_before():
 
     closure()  # a look at the loss; the first step's gradient is then twice what it should be
     with one_warning(r"zero_grad|\b2(\.0*)?\b"):
+        train(optimizer, closure, STEPS)
+
+
+def test_gradients_of_every_step_before():
+    optimizer, loss = new_run()
+
+    def closure() -> Tensor:
+        value = loss(optimizer.model(X), Y)
+        value.backward()
+        return value
+
+    with one_warning("zero_grad"):
         train(optimizer, closure, STEPS)
 
 
@@ -147,3 +160,118 @@ def test_no_warning_in_an_ordinary_run(dtype):
         warnings.simplefilter("error")
         train(optimizer, closure_of(optimizer, lambda model: loss(model(x), y)), STEPS)
         train(optimizer, optimizer.closure(x, y, chunk=7), STEPS)
+
+
+# ---------------------------------------------------------------- gradients that are zeroed in place
+
+
+def in_place(optimizer: KFAC, objective: Callable[[nn.Module], Tensor]) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        value = objective(optimizer.model)
+        value.backward()
+        return value
+
+    return closure
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("objective", [with_module, with_function])
+def test_no_alarm_if_gradients_are_zeroed_in_place(objective, before):
+    optimizer, loss = new_run()
+    closure = in_place(optimizer, lambda model: objective(model, loss))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if before:
+            closure()
+        train(optimizer, closure, STEPS)
+
+
+def test_zeroed_in_place_the_steps_are_those_of_fresh_gradients():
+    ends = []
+    for closure_for in (in_place, closure_of):
+        optimizer, loss = new_run()
+        train(optimizer, closure_for(optimizer, lambda model, f=loss: f(model(X), Y)), STEPS)
+        ends.append(flat(optimizer.model))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("term", [penalty, second_output])
+def test_zeroed_in_place_a_term_that_is_not_seen_is_named_once(term):
+    optimizer, loss = new_run()
+    closure = in_place(optimizer, lambda model: loss(model(X), Y) + term(model))
+    with one_warning(r"0\.weight"):
+        train(optimizer, closure, STEPS)
+
+
+@pytest.mark.parametrize("scale", [10.0, 0.125])
+def test_zeroed_in_place_a_gradient_of_another_scale_is_told_once(scale):
+    optimizer, loss = new_run()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        value = loss(optimizer.model(X), Y)
+        (scale * value).backward()
+        return value
+
+    with one_warning(rf"\b{scale:g}\b"):
+        train(optimizer, closure, STEPS)
+
+
+def test_zeroing_that_ends_is_noticed():
+    optimizer, loss = new_run()
+    zeroes = True
+
+    def closure() -> Tensor:
+        if zeroes:
+            optimizer.zero_grad(set_to_none=False)
+        value = loss(optimizer.model(X), Y)
+        value.backward()
+        return value
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(optimizer, closure, 5)
+    zeroes = False
+    with one_warning("zero_grad"):
+        train(optimizer, closure, INTERVAL)
+
+
+# ------------------------------------------------------------------------------------ parameter hooks
+
+
+def test_hooks_of_some_parameters_leave_the_others_to_be_compared():
+    optimizer, loss = new_run()
+    optimizer.model[4].weight.register_hook(lambda grad: 0.5 * grad)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(optimizer.model(X), Y)
+        (10 * value).backward()
+        return value
+
+    with one_warning(r"\b10\b"):
+        train(optimizer, closure, STEPS)
+
+
+def test_hooks_of_some_parameters_leave_others_to_be_named():
+    optimizer, loss = new_run()
+
+    def halve(parameter: Tensor) -> None:
+        parameter.grad *= 0.5
+
+    optimizer.model[4].weight.register_post_accumulate_grad_hook(halve)
+    closure = closure_of(optimizer, lambda model: loss(model(X), Y) + penalty(model))
+    with one_warning(r"0\.weight"):
+        train(optimizer, closure, STEPS)
+
+
+@pytest.mark.parametrize("layers", [(4,), (0, 2, 4)])
+def test_hooks_are_no_alarm(layers):
+    optimizer, loss = new_run()
+    for layer in layers:
+        optimizer.model[layer].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    closure = closure_of(optimizer, lambda model: loss(model(X), Y))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(optimizer, closure, STEPS)

@@ -13,9 +13,8 @@ A run is a problem, an inverse and a set of rules, in float64 on one thread. Rec
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,13 @@ from sklearn import datasets
 from torch import Tensor, nn
 
 import kronfac
+from kronfac_experiments.bench.orders import batches, cancer, network, standardised
 from kronfac_experiments.data.curves import curves
 from kronfac_experiments.data.mnist import TRAIN_IMAGES, mnist
 from kronfac_experiments.problems import CURVES, MNIST, build_model
 
 RECORDED = Path(__file__).parent / "recorded.json"
 DATA = Path(os.environ.get("KRONFAC_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
-STEPS = 30
 PROJECTIONS = 4
 INVERSES = ("block_diagonal", "block_tridiagonal")
 
@@ -49,35 +48,14 @@ class Problem:
     slow: bool = False
 
 
-def _network(widths: tuple[int, ...], activation: type[nn.Module]) -> nn.Sequential:
-    modules: list[nn.Module] = []
-    generator = torch.Generator().manual_seed(0)
-    for inputs, outputs in pairwise(widths):
-        layer = nn.utils.skip_init(nn.Linear, inputs, outputs, dtype=torch.float64)
-        nn.init.normal_(layer.weight, std=inputs**-0.5, generator=generator)
-        nn.init.zeros_(layer.bias)
-        modules += [layer, activation()]
-    return nn.Sequential(*modules[:-1])
-
-
-def _standardised(x: Tensor) -> Tensor:
-    deviation = x.std(dim=0)
-    return (x - x.mean(dim=0)) / torch.where(deviation > 0, deviation, 1)
-
-
 def _friedman() -> tuple[Tensor, Tensor]:
     x, y = map(torch.from_numpy, datasets.make_friedman1(1200, noise=1.0, random_state=0))
-    return _standardised(x), _standardised(y[:, None])
+    return standardised(x), standardised(y[:, None])
 
 
 def _digits() -> tuple[Tensor, Tensor]:
     x, y = map(torch.from_numpy, datasets.load_digits(return_X_y=True))
-    return _standardised(x.double()), y
-
-
-def _cancer() -> tuple[Tensor, Tensor]:
-    x, y = map(torch.from_numpy, datasets.load_breast_cancer(return_X_y=True))
-    return _standardised(x), y.double()[:, None]
+    return standardised(x.double()), y
 
 
 def _curves() -> tuple[Tensor, Tensor]:
@@ -93,13 +71,13 @@ def _mnist() -> tuple[Tensor, Tensor]:
 
 PROBLEMS = {
     "friedman": Problem(
-        lambda: _network((10, 50, 50, 50, 1), nn.GELU), nn.MSELoss, _friedman, 200, 0.1
+        lambda: network((10, 50, 50, 50, 1), nn.GELU), nn.MSELoss, _friedman, 200, 0.1
     ),
     "digits": Problem(
-        lambda: _network((64, 48, 32, 10), nn.Tanh), nn.CrossEntropyLoss, _digits, 256, 0.1, 1e-4
+        lambda: network((64, 48, 32, 10), nn.Tanh), nn.CrossEntropyLoss, _digits, 256, 0.1, 1e-4
     ),
     "cancer": Problem(
-        lambda: _network((30, 32, 32, 1), nn.Sigmoid), nn.BCEWithLogitsLoss, _cancer, 569, 0.01
+        lambda: network((30, 32, 32, 1), nn.Sigmoid), nn.BCEWithLogitsLoss, cancer, 569, 0.01
     ),
     "curves": Problem(
         lambda: build_model(CURVES, seed=0).double(), kronfac.Bernoulli, _curves, 300, 5.0, 1e-5,
@@ -141,14 +119,6 @@ def available(problem: str) -> bool:
     return problem != "mnist" or (DATA / TRAIN_IMAGES.path).is_file()
 
 
-def _batches(problem: Problem) -> Iterator[tuple[Tensor, Tensor]]:
-    x, y = problem.data()
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
-        rows = torch.randperm(len(x), generator=generator)[: problem.batch]
-        yield x[rows], y[rows]
-
-
 def run(problem_name: str, inverse: str, rule_name: str) -> dict[str, Any]:
     """Losses, and the parameters at the end in a few numbers."""
     problem = PROBLEMS[problem_name]
@@ -160,7 +130,10 @@ def run(problem_name: str, inverse: str, rule_name: str) -> dict[str, Any]:
         weight_decay=problem.weight_decay,
         **rules(rule_name, problem),
     )
-    losses = [float(optimizer.step(optimizer.closure(x, y))) for x, y in _batches(problem)]
+    losses = [
+        float(optimizer.step(optimizer.closure(x, y)))
+        for x, y in batches(*problem.data(), problem.batch, seed=1)
+    ]
     generator = torch.Generator().manual_seed(2)
     parameters = {}
     for name, p in model.named_parameters():

@@ -16,6 +16,14 @@ def momentum_at(t: int, maximum: float) -> float:
     return min(1 - 1 / (2 * (t // UPDATES_PER_RISE + 1)), maximum)
 
 
+def evaluate(closure: Callable[[], Any] | None) -> Any:
+    """What the closure returns, called with gradients on; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class NesterovMomentum(torch.optim.Optimizer):
     """Nesterov's accelerated gradient with a momentum that rises as it goes.
 
@@ -68,10 +76,7 @@ class NesterovMomentum(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; the gradients are the closure's, or those that are there without one."""
-        returned = None
-        if closure is not None:
-            with torch.enable_grad():
-                returned = closure()
+        returned = evaluate(closure)
         for group in self.param_groups:
             t = group["updates"]
             mu, next_mu = (momentum_at(u, group["mu_max"]) for u in (t, t + 1))

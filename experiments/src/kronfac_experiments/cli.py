@@ -103,6 +103,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "wide_command",
                 "how good a block with a diagonal or low-rank side is for a language-model head",
             ),
+            "orders": Command(
+                "bench.orders",
+                "OrdersConfig",
+                "orders_command",
+                "the end of a short run with its examples in several orders",
+            ),
             "ordinary": Command(
                 "bench.ordinary",
                 "OrdinaryConfig",

@@ -1,7 +1,7 @@
 """What the benchmarks are all told, sizes with a usual value, and the command that says it all again."""
 
 import shlex
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -27,6 +27,11 @@ class BenchOptions:
     def __post_init__(self) -> None:
         at_least(1, threads=self.threads)
         at_least(0, seed=self.seed)
+
+    def settings(self, *without: str) -> dict[str, Any]:
+        """What a measurement depends on: all but where it is written, and these."""
+        left_out = {"run_dir", "output", *without}
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     def folder(self, name: str) -> Path:
         """Where everything is written."""

@@ -49,8 +49,6 @@ class Measurement:
     gamma: float = math.nan
     """γ of the inverse that is in use; in a measurement after the step, the γ that it was made with."""
 
-    objective_scale: float = 1.0
-    """c, which multiplies the Fisher of an average example."""
     summed: bool = False
     """Whether the loss is a sum over the examples, not a mean."""
     precision: float = 2.0**-52

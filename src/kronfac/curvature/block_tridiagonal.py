@@ -109,6 +109,14 @@ class DampedChain(ChainOperator):
         """The number of units."""
         return len(self.Sigma_inv)
 
+    def of_unit(self, number: int) -> SigmaInverse:
+        """Σᵢ⁻¹: what is left of Ξᵀ Λ Ξ for a unit by itself, without its Ψ.
+
+        Positive definite as it is. It is no smaller than the inverse of the unit's own curvature, because
+        Σᵢ ≼ Aᵢ ⊗ Gᵢ, and nearer to it than (Ξᵀ Λ Ξ)ᵢᵢ, which counts on the neighbours' part of the step.
+        """
+        return self.Sigma_inv[number]
+
     def mv_chain(self, vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The product with the vectors of these units: new tensors."""
         V = self.Xi(vectors)
@@ -140,21 +148,29 @@ class _Prepared:
     solver: Solver
 
     def damped(self, gamma: float) -> DampedInverse:
-        pieces: list[Piece] = []
-        blocks = self.curvature.blocks
-        for start, stop in chains(self.curvature):
-            chain = blocks[start:stop]
-            if len(chain) == 1:
-                pieces += PreparedBlocks(chain, self.tikhonov).damped(gamma).pieces
-                continue
-            links = self.curvature.links[start : stop - 1]
+        runs = chains(self.curvature)
+        return DampedInverse(tuple(p for run in runs for p in self._linked(*run, gamma)))
+
+    def _linked(self, start: int, stop: int, gamma: float) -> Sequence[Piece]:
+        """The units of one chain: as a whole, or divided at those that have no inverse."""
+        blocks = self.curvature.blocks[start:stop]
+        if len(blocks) > 1:
             try:
-                pieces.append(self._chain(chain, links, gamma))
-            except (NonFiniteError, NotPositiveDefiniteError) as failure:
-                # Of a chain that can't be inverted as a whole, the units by themselves.
-                alone = PreparedBlocks(chain, self.tikhonov).damped(gamma)
-                pieces += alone.pieces if not alone.failures else [failed(failure)] * len(chain)
-        return DampedInverse(tuple(pieces))
+                return [self._chain(blocks, self.curvature.links[start : stop - 1], gamma)]
+            except (NonFiniteError, NotPositiveDefiniteError):
+                pass  # which of them is it?
+        alone = PreparedBlocks(blocks, self.tikhonov).damped(gamma)
+        if len(blocks) == 1 or not alone.failures:  # if it is none of them, it is a link
+            return alone.pieces
+        pieces: list[Piece] = []
+        begin = 0
+        for end, message in (*alone.failures, (len(blocks), None)):
+            if begin < end:
+                pieces += self._linked(start + begin, start + end, gamma)
+            if message is not None:
+                pieces.append(failed(message))
+            begin = end + 1
+        return pieces
 
     def _chain(
         self, blocks: Sequence[Moments], links: Sequence[Link | None], gamma: float

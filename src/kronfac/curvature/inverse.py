@@ -32,6 +32,10 @@ class ChainOperator(Storable, ABC):
         """The number of units."""
 
     @abstractmethod
+    def of_unit(self, number: int) -> Operator:
+        """An inverse of one of them by itself, for when the others have a new one and it has not."""
+
+    @abstractmethod
     def mv_chain(self, vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The product with the vectors of these units: new tensors."""
 
@@ -97,13 +101,26 @@ class DampedInverse(Storable):
         """The same with the old inverse of every unit that has no new one; None if that has none either."""
         if not self.failures:
             return self
-        if old is None or len(old.pieces) != len(self.pieces):
+        if old is None:
             return None
-        pieces = tuple(
-            before if isinstance(piece, Failed) else piece
-            for piece, before in zip(self.pieces, old.pieces, strict=True)
+        pieces, number = list(self.pieces), 0
+        for i, piece in enumerate(self.pieces):
+            if isinstance(piece, Failed):
+                pieces[i] = old.of_unit(number)
+            number += _length(piece)
+        return (
+            None
+            if any(isinstance(p, Failed) for p in pieces)
+            else replace(self, pieces=tuple(pieces))
         )
-        return None if any(isinstance(p, Failed) for p in pieces) else replace(self, pieces=pieces)
+
+    def of_unit(self, number: int) -> Operator | Failed:
+        """The inverse of one unit by itself; of one in a chain, what it is without its neighbours."""
+        for piece in self.pieces:
+            if number < _length(piece):
+                return piece.of_unit(number) if isinstance(piece, ChainOperator) else piece
+            number -= _length(piece)
+        raise IndexError("This inverse is of fewer units.")
 
 
 def _length(piece: Piece) -> int:

@@ -29,6 +29,7 @@ from kronfac.linalg.spd import (
     shifted_inverses,
     symmetrize,
 )
+from kronfac.linalg.take import take
 
 __all__ = [
     "EigenKroneckerSum",
@@ -56,4 +57,5 @@ __all__ = [
     "shifted_inverses",
     "smith",
     "symmetrize",
+    "take",
 ]

@@ -21,6 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from kronfac.curvature import Tap
+from kronfac.linalg import take
 from kronfac.linearization.base import Linearization
 from kronfac.linearization.elementwise import ELEMENTWISE, Applied, Slope, apply, slopes
 from kronfac.network import Matrices, ModelCall, Network, Pass, Unit, replay
@@ -68,9 +69,9 @@ class Trace:
         """The trace of some of the examples: views for a slice."""
         return replace(
             self,
-            inputs=[a[index] for a in self.inputs],
+            inputs=[take(a, index) for a in self.inputs],
             slopes=[slope and slope.select(index) for slope in self.slopes],
-            outputs=self.outputs[index],
+            outputs=take(self.outputs, index),
         )
 
 
@@ -269,13 +270,14 @@ def _elementwise(module: nn.Module) -> bool:
 
 def _plain(module: nn.Module) -> bool:
     """Whether calling it is what its class says: no hooks, nothing in place, no other forward function."""
-    hooks = (
-        _global_forward_hooks,
-        _global_forward_pre_hooks,
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
+    own = module.__dict__  # past `nn.Module.__getattr__`, which is slow to say no
+    return not (
+        _global_forward_hooks
+        or _global_forward_pre_hooks
+        or own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+        or own.get("inplace")
     )
-    replaced = "forward" in module.__dict__
-    return not (any(hooks) or replaced or getattr(module, "inplace", False))

@@ -12,6 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from kronfac.linalg import take
+
 ELEMENTWISE: frozenset[type[nn.Module]] = frozenset(
     {
         nn.CELU, nn.Dropout, nn.ELU, nn.GELU, nn.Hardtanh, nn.Identity, nn.LeakyReLU, nn.Mish, nn.ReLU,
@@ -82,7 +84,7 @@ class Slope:
 
     def select(self, index: Tensor | slice) -> "Slope":
         """The slopes of some of the examples: a view for a slice."""
-        return Slope(self.tensor[index], self.kernels)
+        return Slope(take(self.tensor, index), self.kernels)
 
 
 Applied = Slope | tuple[Tensor, Tensor] | None
@@ -97,7 +99,7 @@ def apply(functions: Sequence[nn.Module], s: Tensor) -> tuple[Tensor, Applied]:
         value = functions[0](s)
         return value, Slope(value, kernels)
     if len(functions) == 1 and (slope := _BY_ARGUMENT.get(type(functions[0]))):
-        return functions[0](s), Slope(slope(functions[0], _ones_like(s), s))
+        return functions[0](s), Slope(slope(functions[0], torch.ones_like(s), s))
     s.requires_grad_()
     with torch.enable_grad():
         value = s

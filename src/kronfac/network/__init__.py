@@ -8,7 +8,7 @@ from kronfac.network.hooks import record
 from kronfac.network.layers.linear import LinearAdapter
 from kronfac.network.network import Network
 from kronfac.network.program import Batch, LossCall, ModelCall, Pass, Ref
-from kronfac.network.side_effects import Buffers, RandomState, replay, restore
+from kronfac.network.side_effects import Buffers, RandomState, hooked, replay, restore
 from kronfac.network.subset import sizes, subsets
 from kronfac.network.unit import Unit
 from kronfac.network.uses import Uses
@@ -35,6 +35,7 @@ __all__ = [
     "Uses",
     "dot",
     "find_units",
+    "hooked",
     "record",
     "record_uses",
     "register",

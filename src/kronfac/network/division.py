@@ -7,7 +7,7 @@ zero. What fails this, in any way, is used whole.
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from kronfac.linalg import take
 from kronfac.network.network import Network
 from kronfac.network.plain import NoDropout
 from kronfac.network.program import Batch, LossCall, ModelCall, Operation, Pass
@@ -66,12 +67,12 @@ def select(part: Pass, index: Tensor | range, division: Division) -> Pass:
             return leaf
         first = False
         place = chosen if isinstance(chosen, slice) else chosen.to(leaf.device)
-        return leaf[(slice(None),) * dim + (place,)]
+        return take(leaf, place) if dim == 0 else leaf[:, place]
 
     def of_step(step: ModelCall | Operation) -> ModelCall | Operation:
         if isinstance(step, Operation) and not division.every:
             return step
-        args, kwargs = pytree.tree_map(rows, (step.args, step.kwargs))
+        args, kwargs = (_map(rows, given) for given in (step.args, step.kwargs))
         if isinstance(step, Operation):
             return replace(step, args=args, kwargs=kwargs)
         return replace(
@@ -83,6 +84,15 @@ def select(part: Pass, index: Tensor | range, division: Division) -> Pass:
         steps=tuple(map(of_step, part.steps)),
         losses=tuple(_of_loss(loss, index, examples, division) for loss in part.losses),
     )
+
+
+def _map(function: Callable[[Any], Any], given: Any) -> Any:
+    """`pytree.tree_map`, which is slow, but for arguments that are all there is to map."""
+    if not given:
+        return given
+    if type(given) is tuple and all(isinstance(value, Tensor) for value in given):
+        return tuple(map(function, given))
+    return pytree.tree_map(function, given)
 
 
 def _of_loss(loss: LossCall, index: Tensor | range, examples: int, division: Division) -> LossCall:

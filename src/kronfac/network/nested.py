@@ -24,6 +24,11 @@ def map_leaves(value: Any, change: Callable[[Any], Any], depth: int = DEPTH) -> 
 
     Objects are copied if something in them changes; the value itself stays as it is.
     """
+    # What is usual first: `tree_map` is slow.
+    if not isinstance(value, Tensor) and type(value) in (tuple, dict) and not value:
+        return value
+    if type(value) is tuple and all(isinstance(item, Tensor | Ref) for item in value):
+        return tuple(map(change, value))
 
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor | Ref):

@@ -131,6 +131,9 @@ class Pass:
     @cached_property
     def examples(self) -> int:
         """The length of the first tensor that the model was called with."""
+        first = self.calls[0].args[:1]
+        if first and isinstance(first[0], Tensor) and first[0].dim() > self.dim:
+            return first[0].shape[self.dim]
         for call in self.calls:
             for leaf in pytree.tree_leaves((call.args, call.kwargs)):
                 if isinstance(leaf, Tensor) and leaf.dim() > self.dim:

@@ -4,7 +4,7 @@ K-FAC runs the model more often than its user does. Passes that are compared wit
 the same dropout masks, and no pass of K-FAC's own may move running statistics or counters.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -61,6 +61,11 @@ def unseen_writes(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Write to tensors whose values are put back: graphs that they are part of stay valid."""
     with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
         yield
+
+
+def hooked(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether one has hooks, which may change its gradient or wait for it."""
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
 
 
 class Buffers:

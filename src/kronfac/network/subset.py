@@ -48,7 +48,7 @@ def subsets(
         chosen = range(count) if order is None else order[:count].sort().values
         passes, start = [], 0
         for part, division in zip(batch.passes, divisions, strict=True):
-            own = _between(chosen, start, start + part.examples)
+            own = chosen if len(divisions) == 1 else _between(chosen, start, start + part.examples)
             if len(own) == part.examples:
                 passes.append(part)
             elif len(own):

@@ -36,6 +36,8 @@ from kronfac.objective.terms import Terms
 
 Reader = Callable[..., Terms]
 """From a loss function's own arguments to its terms."""
+_SQUARE, _LOGISTIC = Gaussian(variance=0.5), Bernoulli()
+"""Made once: they are modules, which take longer to make than all else here."""
 
 
 def _mse(
@@ -47,7 +49,7 @@ def _mse(
     weight: Tensor | None = None,
 ) -> Terms:
     mean = is_mean("mse_loss", reduction, size_average, reduce)
-    return elementwise(Gaussian(variance=0.5), input, target, mean, weight, over_weights=True)
+    return elementwise(_SQUARE, input, target, mean, weight, over_weights=True)
 
 
 def _huber(
@@ -97,7 +99,7 @@ def _bce(
     pos_weight: Tensor | None = None,
 ) -> Terms:
     mean = is_mean("binary_cross_entropy_with_logits", reduction, size_average, reduce)
-    likelihood = Bernoulli()
+    likelihood = _LOGISTIC
     likelihood.check(input, target)
     if pos_weight is not None:
         # −[p y log σ(z) + (1 − y) log(1 − σ(z))] has the curvature (p y + 1 − y) σ(z) (1 − σ(z)).

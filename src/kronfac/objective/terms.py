@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kronfac.errors import ClosureError
+from kronfac.linalg import take
 from kronfac.objective.base import Likelihood
 
 
@@ -74,8 +75,8 @@ class Terms:
         return replace(
             self,
             shape=shape,
-            weight=None if self.weight is None else self.weight[index],
-            targets=None if self.targets is None else self.targets[index],
+            weight=None if self.weight is None else take(self.weight, index),
+            targets=None if self.targets is None else take(self.targets, index),
         )
 
     def scaled(self, factor: float | Tensor) -> "Terms":

@@ -52,7 +52,6 @@ def measurements(count: int = TRIALS, seed: int = 0) -> Iterator[Measurement]:
             weight_decay=draw.choice((0.0, 1e-5, number())),
             lambda_=number(),
             gamma=number(),
-            objective_scale=number(),
             summed=draw.random() < 0.5,
             predicted_change=-number(),
             rho=draw.choice(rhos) if measured == "rho" else None,
@@ -119,7 +118,7 @@ def check_units(rule: AnyGammaRule | AnyDampingRule) -> None:
 def in_units(m: Measurement, scale: float) -> Measurement:
     """The same measurement of an objective that is `scale` times as large."""
     linear = (
-        "loss", "weight_decay", "lambda_", "objective_scale", "resolution", "predicted_change",
+        "loss", "weight_decay", "lambda_", "resolution", "predicted_change",
         "noise", "inverse_lambda", "sampling_error", "mean_curvature",
     )  # fmt: skip
     changes = {name: getattr(m, name) for name in linear}

@@ -6,7 +6,7 @@ multiplies, only on how much slower it decomposes.
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -74,9 +74,7 @@ def refresh_command(config: RefreshConfig) -> list[Path]:
     console = Console(highlight=False, soft_wrap=True)
     torch.set_num_threads(config.threads)
     path = config.folder("refresh") / "refresh.json"
-    settings = asdict(config)
-    for name in ("run_dir", "output", "widths"):
-        del settings[name]
+    settings = config.settings("widths")
     jobs = {f"d = {width}": partial(_measure, config, width) for width in config.widths}
     trials = run_trials(path, settings, RefreshTrial, jobs, console)
     return publish(_document(config, trials), path, config.output, console)

@@ -5,11 +5,12 @@ Steps of all optimizers are taken in turn on the same mini-batches; a repeat's r
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -37,10 +38,14 @@ class SmallStepConfig(BenchOptions):
     """Repeats; their median, smallest and largest are shown."""
     steps: int = 100
     """Steps in a repeat."""
+    clock: Literal["wall", "cpu"] = "wall"
+    """Seconds of the clock on the wall, or of this thread alone, for a machine that others use too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(1, repeats=self.repeats, steps=self.steps)
+        if self.clock == "cpu" and self.threads > 1:
+            raise ValueError(f"--clock cpu sees one thread; got --threads {self.threads}.")
 
 
 @dataclass(frozen=True)
@@ -62,9 +67,7 @@ def small_step_command(config: SmallStepConfig) -> list[Path]:
     """Measure what has not been measured; show and write all of it."""
     console = Console(highlight=False, soft_wrap=True)
     torch.set_num_threads(config.threads)
-    settings = asdict(config)
-    for name in ("run_dir", "output"):
-        del settings[name]
+    settings = config.settings()
     kfac, dropout = _kfac(FRIEDMAN, nn.MSELoss()), 0.5
     cross_entropy = nn.CrossEntropyLoss()
     jobs = {
@@ -120,7 +123,7 @@ def _measure(
     torch.manual_seed(config.seed)
     pair = first(), second()
     total = WARM_UP + config.repeats * config.steps
-    repeats: list[tuple[float, float]] = []
+    clock = time.perf_counter if config.clock == "wall" else time.thread_time
 
     def batch() -> tuple[Tensor, Tensor]:
         x = torch.randn(512, widths[0])
@@ -132,9 +135,9 @@ def _measure(
         for _ in range(count):
             x, y = batch()
             for steps, seconds in zip(pair, spent, strict=True):
-                start = time.perf_counter()
+                start = clock()
                 steps.step(x, y)
-                seconds.append(time.perf_counter() - start)
+                seconds.append(clock() - start)
             advance(1 / total)
         return 1e3 * median(spent[0]), 1e3 * median(spent[1])
 
@@ -163,6 +166,7 @@ def _document(config: SmallStepConfig, trials: list[SmallStepTrial]) -> Document
             config.threads,
             config.seed,
             f"m = 512, {config.repeats} × {config.steps} interleaved steps",
+            f"{'wall-clock' if config.clock == 'wall' else 'CPU'} time",
         ),
         tables=(Table("One step over another", columns, rows, note),),
         plots=(),

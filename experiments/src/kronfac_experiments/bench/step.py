@@ -6,7 +6,7 @@ of the inverse and searches for γ among them; its ratio is that of the two mean
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean
@@ -74,9 +74,7 @@ def step_command(config: StepConfig) -> list[Path]:
     console = Console(highlight=False, soft_wrap=True)
     torch.set_num_threads(config.threads)
     path = config.folder(f"step-{config.problem}-{config.preset}") / "step.json"
-    settings = asdict(config)
-    for name in ("run_dir", "output", "batches", "inverses"):
-        del settings[name]
+    settings = config.settings("batches", "inverses")
     data = cache(lambda: problems.load(config.problem)[0])  # not if everything is there already
     jobs = {
         _name(inverse, batch): partial(_measure, config, inverse, batch, data)

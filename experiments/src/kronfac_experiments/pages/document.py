@@ -141,13 +141,13 @@ def spread(values: Sequence[float], show: Callable[[float], str]) -> str:
     return f"{show(median(values))} ({show(min(values))} – {show(max(values))})"
 
 
-def described(threads: int, seed: int, *more: str) -> str:
+def described(threads: int, seed: int, *more: str, precision: str = "float32") -> str:
     """The settings above every table, those of the machine last."""
     return (
         ", ".join(
             [
                 *more,
-                "float32",
+                precision,
                 f"{threads} thread{'s' if threads > 1 else ''}",
                 f"seed {seed}",
                 f"torch {torch.__version__}",

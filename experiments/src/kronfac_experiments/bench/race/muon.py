@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kronfac_experiments.baseline import evaluate
+
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan (2024), chosen for the steepest slope at 0: they bring singular values to
 between 0.7 and 1.2 in five steps, not to 1."""
@@ -74,10 +76,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step."""
-        returned = None
-        if closure is not None:
-            with torch.enable_grad():
-                returned = closure()
+        returned = evaluate(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
