@@ -18,7 +18,8 @@ STEP = (
     "settings", "refresh", "candidates", "first_damping", "measure", "proposal", "step", "validation",
     "optimizer", "evaluation", "gradient_check", "gradient_comparison",
 )  # fmt: skip
-MODULES = sorted((ROOT / "control").glob("*.py")) + [ROOT / f"{name}.py" for name in STEP]
+BLOCKS = [ROOT / "network" / "blocks.py", *sorted((ROOT / "network" / "layers").glob("[a-z]*.py"))]
+MODULES = sorted((ROOT / "control").glob("*.py")) + [ROOT / f"{name}.py" for name in STEP] + BLOCKS
 
 
 def listed() -> dict[tuple[str, str], str]:

@@ -18,6 +18,7 @@ from torch.testing import assert_close
 from kronfac.curvature import ExactFisher
 from kronfac.fisher_products import fisher_gram
 from kronfac.network import record
+from kronfac.network.division import DIVISIONS, select
 from tests.conftest import AUTODIFF, network_of, normal
 from tests.curvature.test_estimate import estimate_on
 from tests.objective.loss_cases import CASES, Case, Heads
@@ -132,7 +133,7 @@ def test_some_of_the_examples_have_their_own_curvature(name):
     direction = [tuple(normal(*unit.shape, seed=i) for i, unit in enumerate(network.units))]
     (whole,) = batch.passes
     total = sum(
-        fisher_gram(network, _one(batch, whole.select(index, every=True)), direction)
+        fisher_gram(network, _one(batch, select(whole, index, DIVISIONS["every"])), direction)
         for index in (range(2), torch.tensor([2, 4]), range(3, 4))
     )
     assert_close(total, fisher_gram(network, batch, direction), **AUTODIFF)

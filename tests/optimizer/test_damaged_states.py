@@ -147,11 +147,12 @@ def test_damage_is_seen_wherever_it_is(case, damage):
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, other_dtypes, fewer_dimensions])
-def test_damage_is_seen_in_diagonal_blocks(damage):
-    state = trained(model=Scaled()).state_dict()
-    kinds = [block["class"] for block in state["kfac"]["curvature"]["blocks"]]
-    assert "DiagonalMoments" in kinds
-    assert not all_accepted(trained(3, model=Scaled()), damage, state)
+@pytest.mark.parametrize(("limit", "kind"), [(0, "DiagonalMoments"), (512, "DenseMoments")])
+def test_damage_is_seen_in_other_blocks(limit, kind, damage):
+    settings = {"model": Scaled(), "blocks": kronfac.Blocks(dense_limit=limit)}
+    state = trained(**settings).state_dict()
+    assert kind in [block["class"] for block in state["kfac"]["curvature"]["blocks"]]
+    assert not all_accepted(trained(3, **settings | {"model": Scaled()}), damage, state)
 
 
 @pytest.mark.parametrize("damage", [nans, nan_tensors, other_shapes, other_types, missing_entries])

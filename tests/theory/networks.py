@@ -162,14 +162,13 @@ def activities_and_gradients(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """ā_{i−1} and g_i of every layer, (examples, features), for given targets."""
     found = find_units(model)
-    with record_uses(found.sites, len(found.units)) as uses:
+    with record_uses(found.sites, found.units, len(x)) as seen:
         outputs = model(x)
+    uses = seen.uses
     at_uses = torch.autograd.grad(outputs, uses.edges, loss.score(outputs.detach(), y))
-    numbers = range(len(found.units))
     # Every layer is used once, at one place.
-    (activities,) = zip(*(uses.of(n) for n in numbers), strict=True)
-    (gradients,) = zip(*(uses.grads(n, at_uses) for n in numbers), strict=True)
-    return [a[:, 0] for a in activities], [g[:, 0] for g in gradients]
+    (taps,) = zip(*(uses.taps(n, at_uses) for n in range(len(found.units))), strict=True)
+    return [tap.inputs[:, 0] for tap in taps], [tap.grads[:, 0] for tap in taps]
 
 
 # -------------------------------------------------------------------------------------- dense algebra

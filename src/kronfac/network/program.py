@@ -131,7 +131,7 @@ class Pass:
     @cached_property
     def examples(self) -> int:
         """The length of the first tensor that the model was called with."""
-        first = self.calls[0].args[:1]
+        first = self.calls[0].args[:1] if self.calls else ()
         if first and isinstance(first[0], Tensor) and first[0].dim() > self.dim:
             return first[0].shape[self.dim]
         for call in self.calls:
