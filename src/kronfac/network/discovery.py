@@ -9,6 +9,7 @@ import warnings
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from kronfac.curvature import (
     AnyTap,
@@ -91,7 +92,8 @@ def _kind_of(tap: AnyTap) -> Kind:
         return "elementwise"
     if isinstance(tap.inputs, OneHot):
         return "embedding"
-    return "matrix"
+    # Only the patches of a convolution are not kept as they are.
+    return "matrix" if isinstance(tap.inputs, Tensor) else "convolution"
 
 
 def _fits(block: Block, taps: list[AnyTap]) -> bool:
