@@ -9,6 +9,7 @@ import warnings
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from kronfac.curvature import (
     AnyTap,
@@ -91,7 +92,8 @@ def _kind(taps: list[AnyTap]) -> Kind:
         return "embedding" if lookups else "matrix"
     if backwards:
         return "tied embedding" if lookups else "tied"
-    return "matrix"
+    # Only the patches of a convolution are not kept as they are.
+    return "matrix" if all(isinstance(tap.inputs, Tensor) for tap in products) else "convolution"
 
 
 def _fits(block: Block, taps: list[AnyTap]) -> bool:

@@ -43,7 +43,7 @@ class Unit:
     def rows(self) -> int:
         """The length of the first parameter; of one that nothing is known of, without dimensions of 1."""
         first = self.parameters[0]
-        if self.swapped:
+        if self.swapped and first.dim() > 1:  # not a bias whose weight is frozen or shared
             return self.swapped * first.shape[1]
         if not self.chosen:
             return next((size for size in first.shape if size > 1), 1)

@@ -164,13 +164,15 @@ class Uses:
         found = self._by_unit(outputs, factors)
         edge = self._edge(outputs) if found else 0
         for n, columns in found.items():
-            x = next(x for x in columns.values() if isinstance(x, Tensor))
-            missing = [i for i in range(len(self.units[n].parameters)) if i not in columns]
-            ones = [i for i, factor in columns.items() if factor is None]
-            assert not missing
-            if ones:
-                x = torch.cat([x, x.new_ones(()).expand(*x.shape[:-1], len(ones))], dim=-1)
-            tap = partial(_grouped_tap, x.detach(), arrange)
+            unit, lead = self.units[n], arrange(outputs.detach())
+            parts = []
+            for i, p in enumerate(unit.parameters):
+                x = columns.get(i)
+                if not isinstance(x, Tensor):  # a bias, or a parameter that this use does without
+                    value, width = 1.0 if i in columns else 0.0, p.numel() // unit.rows
+                    x = lead.new_full((), value).expand(*lead.shape[:-1], width)
+                parts.append(x.detach())
+            tap = partial(_grouped_tap, torch.cat(parts, dim=-1), arrange)
             self.of[n].append(Recorded(edge, tap, source if self._keep else None))
 
     def elementwise(

@@ -228,3 +228,40 @@ def test_few_patches_are_all_taken():
     unfolded = functional.unfold(normal(4, 2, 8, 8), 3).mT.reshape(-1, 18)
     homogeneous = torch.cat([unfolded, torch.ones(len(unfolded), 1, dtype=torch.float64)], dim=1)
     assert_close(moments.A, homogeneous.mT @ homogeneous / len(homogeneous), **ALGEBRA)
+
+
+# --------------------------------------------------------------------------------- parts of a layer
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_a_grouped_convolution_of_which_a_part_is_frozen(frozen, transposed):
+    """A bias that stands alone once had no inputs."""
+    kind = nn.ConvTranspose1d if transposed else nn.Conv1d
+    module = perturbed(kind(4, 6, 3, groups=2))
+    module.get_parameter(frozen).requires_grad_(False)
+    check_adapter(module, normal(N, 4, 5))
+
+
+class WithAndWithoutBias(nn.Module):
+    """A grouped convolution that is called, and its weight used once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Conv1d(4, 6, 3, groups=2)
+
+    def forward(self, x):
+        return self.inner(x) + functional.conv1d(x, self.inner.weight, groups=2)
+
+
+def test_a_grouped_convolution_that_is_used_without_its_bias():
+    uses_of(WithAndWithoutBias(), normal(N, 4, 5))
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Conv1d, nn.ConvTranspose1d, nn.LayerNorm])
+def test_a_bias_whose_weight_is_frozen(kind):
+    shape = (N, 4) if kind in (nn.Linear, nn.LayerNorm) else (N, 4, 5)
+    args = {nn.Linear: (4, 6), nn.LayerNorm: (4,)}.get(kind, (4, 6, 3))
+    module = perturbed(kind(*args))
+    module.weight.requires_grad_(False)
+    check_adapter(module, normal(*shape))

@@ -1,0 +1,186 @@
+"""Where K-FAC is exact, and how near it is elsewhere (Dangel et al. 2025, "K-FAC from scratch").
+
+- A deep linear network with a Gaussian: ∂f/∂s is the same for all examples. With one place a layer is exact
+  in either setting; with several, expand is if no two places meet, and reduce if all places are pooled.
+- One example at one place, whatever the network: the mean of one product is a product.
+- Targets that are drawn: the estimate is unbiased, so the mean of many is within five standard errors.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from kronfac.curvature import DenseBlock, KroneckerBlock, SampledFisher
+from tests.conftest import AUTODIFF, normal
+from tests.layers.kinds import KINDS, N, perturbed
+from tests.layers.problems import Problem, classification, regression
+from tests.layers.truth import OwnLinear, OwnProduct, Positions
+
+# A layer that K-FAC does not understand yet has a diagonal block, which it says.
+pytestmark = pytest.mark.filterwarnings("ignore:KFAC does not see all uses of")
+
+
+class Last(nn.Module):
+    """(examples, …, channels) from (examples, channels, …)."""
+
+    def forward(self, x):
+        return x.movedim(1, -1)
+
+
+class Pooled(nn.Module):
+    """The mean over all places of (examples, channels, …)."""
+
+    def forward(self, x):
+        return x.flatten(2).mean(dim=2)
+
+
+class PooledTokens(nn.Module):
+    """The mean over all places of (examples, places, features)."""
+
+    def forward(self, x):
+        return x.mean(dim=1)
+
+
+def conv(*args, **options):
+    return nn.Conv1d(*args, padding_mode="circular", **options)
+
+
+def tokens(*shape, size=6):
+    return torch.randint(size, shape, generator=torch.Generator().manual_seed(3))
+
+
+EXPAND = {
+    "Linear at every place": (lambda: (nn.Linear(3, 4), nn.Linear(4, 2)), (N, 5, 3)),
+    "F.linear and x @ W": (lambda: (OwnLinear(3, 4), OwnProduct(4, 2)), (N, 5, 3)),
+    "a convolution": (lambda: (nn.Conv2d(2, 3, 3, stride=2, padding=1), Last()), (N, 2, 5, 4)),
+    "a convolution, then at every place": (
+        lambda: (nn.Conv1d(2, 3, 3, dilation=2), nn.Conv1d(3, 2, 1), Last(), nn.Linear(2, 2)),
+        (N, 2, 7),
+    ),
+    "a convolution in three dimensions": (lambda: (nn.Conv3d(1, 2, 2), Last()), (N, 1, 3, 3, 2)),
+    "a transposed convolution, then at every place": (
+        lambda: (nn.ConvTranspose1d(2, 3, 3, stride=2, padding=1), nn.Conv1d(3, 2, 1), Last()),
+        (N, 2, 4),
+    ),
+    "a transposed convolution in two": (
+        lambda: (nn.ConvTranspose2d(2, 2, (3, 2), stride=2, output_padding=1), Last()),
+        (N, 2, 3, 2),
+    ),
+    "Embedding, then at every place": (lambda: (nn.Embedding(6, 3), nn.Linear(3, 2)), None),
+    "positions, then at every place": (lambda: (Positions(5, 3), nn.Linear(3, 2)), (N, 5, 3)),
+}
+REDUCE = {
+    "Linear, pooled": (
+        lambda: (nn.Linear(3, 4), nn.Linear(4, 3), PooledTokens(), nn.Linear(3, 2)),
+        (N, 5, 3),
+    ),
+    "convolutions, pooled": (
+        lambda: (conv(2, 3, 3, padding=1), conv(3, 3, 3, padding=1), Pooled(), nn.Linear(3, 2)),
+        (N, 2, 6),
+    ),
+    "a convolution with stride, pooled": (
+        lambda: (nn.Conv2d(2, 3, 3, stride=2), Pooled(), nn.Linear(3, 2)),
+        (N, 2, 7, 5),
+    ),
+    "a transposed convolution, pooled": (
+        lambda: (nn.ConvTranspose2d(2, 3, 2, stride=2), Pooled(), nn.Linear(3, 2)),
+        (N, 2, 3, 2),
+    ),
+    "Embedding, pooled": (lambda: (nn.Embedding(6, 3), PooledTokens(), nn.Linear(3, 2)), None),
+}
+ONE_PLACE = {
+    "Linear": (lambda: (nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)), (N, 3)),
+    "convolutions to one place": (
+        lambda: (nn.Conv2d(2, 3, (4, 3)), nn.Flatten(), nn.Linear(3, 2)),
+        (N, 2, 4, 3),
+    ),
+    "a transposed convolution to one place": (
+        lambda: (nn.ConvTranspose1d(2, 3, 3, padding=1), nn.Flatten(), nn.Linear(3, 2)),
+        (N, 2, 1),
+    ),
+}
+
+
+def assert_exact(problem: Problem) -> None:
+    """Every Kronecker block is the Fisher's own; there is no other."""
+    curvature = problem.curvature()
+    for unit, moments in zip(problem.network.units, curvature.blocks, strict=True):
+        assert isinstance(unit.block, KroneckerBlock), unit
+        v = problem.truth.vectors(unit)
+        assert_close(moments.dense(), v.mT @ v, **AUTODIFF)
+
+
+def linear_network(make, shape) -> tuple[nn.Module, torch.Tensor]:
+    model = perturbed(nn.Sequential(*make())).double()
+    return model, tokens(N, 5) if shape is None else normal(*shape)
+
+
+def with_kronecker(sharing):
+    """Full factors: pooled unit vectors have second moments that are no diagonal."""
+    return lambda block: KroneckerBlock(sharing)
+
+
+@pytest.mark.parametrize("name", EXPAND)
+def test_expand_is_exact_if_no_two_places_meet(name):
+    assert_exact(regression(*linear_network(*EXPAND[name]), block=with_kronecker("expand")))
+
+
+@pytest.mark.parametrize("name", REDUCE)
+def test_reduce_is_exact_if_places_are_pooled(name):
+    assert_exact(regression(*linear_network(*REDUCE[name]), block=with_kronecker("reduce")))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", ONE_PLACE)
+def test_either_is_exact_at_one_place(name, sharing):
+    assert_exact(regression(*linear_network(*ONE_PLACE[name]), block=with_kronecker(sharing)))
+
+
+@pytest.mark.parametrize("make", [regression, classification])
+@pytest.mark.parametrize("name", ONE_PLACE)
+def test_one_example_is_exact_whatever_the_network(name, make):
+    layers = [m for layer in ONE_PLACE[name][0]() for m in (layer, nn.Tanh())]
+    model = perturbed(nn.Sequential(*layers)).double()
+    x = normal(*ONE_PLACE[name][1])[:1]
+    assert_exact(make(model, x, block=with_kronecker("expand")))
+
+
+def test_the_setting_matters():
+    """The other one is not exact, so that the tests above can fail."""
+    problem = regression(*linear_network(*REDUCE["Linear, pooled"]), block=with_kronecker("expand"))
+    with pytest.raises(AssertionError, match="not close"):
+        assert_exact(problem)
+
+
+# ----------------------------------------------------------------------------------------- every layer
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_dense_block_of_any_layer_is_the_fishers_own(name):
+    """So are its uses, example by example."""
+    problem = regression(*KINDS[name].build(), block=lambda block: DenseBlock())
+    for unit, moments in zip(problem.network.units, problem.curvature().blocks, strict=True):
+        if not unit.observed:
+            assert unit.why
+            continue
+        v = problem.truth.vectors(unit)
+        assert_close(moments.dense(), v.mT @ v, **AUTODIFF)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_drawn_targets_estimate_the_same_within_five_standard_errors(name):
+    """Along three random directions, over 60 draws of all targets."""
+    problem = regression(*KINDS[name].build())
+    exact, draws = problem.curvature(), 60
+    drawn = [problem.curvature(SampledFisher(), seed=seed) for seed in range(draws)]
+    for n, unit in enumerate(problem.network.units):
+        size = unit.shape[0] * unit.shape[1]
+        expected = exact.blocks[n].dense()
+        if not unit.observed:
+            expected = torch.diag(problem.truth.vectors(unit).square().sum(dim=0))
+        for seed in range(3):
+            u = normal(size, seed=seed)
+            values = torch.stack([u @ d.blocks[n].dense() @ u for d in drawn])
+            error = 5 * values.std() / draws**0.5
+            assert (values.mean() - u @ expected @ u).abs() <= error + 1e-12, unit
