@@ -57,7 +57,8 @@ from kronfac.objective import (
     least_squares,
     observe,
 )
-from kronfac.optimizer import KFAC
+from kronfac.optimizer import KFAC, plan
+from kronfac.planning import Plan
 from kronfac.report import Event, EventKind, StepReport
 from kronfac.settings import First
 from kronfac.storage import Storable
@@ -120,6 +121,7 @@ __all__ = [
     "LongMemory",
     "Measurement",
     "Moments",
+    "Plan",
     "Poisson",
     "QuadraticModel",
     "RawStep",
@@ -135,6 +137,7 @@ __all__ = [
     "averaged",
     "least_squares",
     "observe",
+    "plan",
     "presets",
     "register",
     "sparse_",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kronfac.curvature import SummedGradient
+from kronfac.curvature import SummedGradient, Taps
 from kronfac.evaluation import Evaluation
 from kronfac.linearization import Traced
 from kronfac.network import Matrices, Network, Pass, Unit, dot, hooked
@@ -128,15 +128,32 @@ def _gradients(
         for sum_, V in zip(total, view.vjp(slopes), strict=True):
             sum_.add_(V)
         for n, taps in enumerate(view.taps(slopes)):
-            if isinstance(taps, SummedGradient):
-                continue
-            own = rebuilt[n]
-            own = torch.zeros_like(total[n]) if own is None else own
-            for tap in taps:
-                own = own + tap.total()
-                sizes[n] += tap.magnitude()
-            rebuilt[n] = own
+            own, size = _rebuilt(taps, total[n])
+            before = rebuilt[n]
+            rebuilt[n] = own if own is None or before is None else before + own
+            sizes[n] += size
     return tuple(total), rebuilt, sizes
+
+
+def unseen_uses(
+    network: Network, view: Traced, vectors: Sequence[Tensor], taps: Sequence[Taps]
+) -> list[int]:
+    """The numbers of the units whose Jᵀ r is not the one rebuilt from their taps."""
+    precision, units = torch.finfo(network.dtype).eps, []
+    for n, (V, own) in enumerate(zip(view.vjp(vectors), taps, strict=True)):
+        rebuilt, size = _rebuilt(own, V)
+        allowed = TOLERANCE * precision**0.5 * _norm(V) + ROUNDING * precision * size
+        if rebuilt is not None and _norm(V - rebuilt) > allowed:
+            units.append(n)
+    return units
+
+
+def _rebuilt(taps: Taps, like: Tensor) -> tuple[Tensor | None, float]:
+    """Σ g āᵀ of a unit, None if its uses are not known, and Σ ‖g‖ ‖ā‖."""
+    if isinstance(taps, SummedGradient):
+        return None, 0.0
+    total = sum((tap.total() for tap in taps), torch.zeros_like(like))
+    return total, sum(tap.magnitude() for tap in taps)
 
 
 def _slopes(view: Traced, part: Pass) -> list[Tensor]:

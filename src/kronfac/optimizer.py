@@ -28,9 +28,10 @@ from kronfac.distributed import refuse_distributed, refuse_several_processes
 from kronfac.errors import ClosureError
 from kronfac.evaluation import Evaluation, Point, RefusedError, evaluate
 from kronfac.gradient_check import GradientCheck
-from kronfac.network import Blocks, Buffers, Network, Other, find_units, restore
+from kronfac.network import Batch, Blocks, Buffers, Network, Other, find_units, restore
 from kronfac.objective import objective_of
 from kronfac.parameter_group import ParameterGroup
+from kronfac.planning import Plan, make_plan, record_example, untouched
 from kronfac.precision import Context, full_precision
 from kronfac.report import Event, EventKind, StepReport, Stopwatch
 from kronfac.settings import Settings, fisher_of, inverse_of
@@ -90,6 +91,7 @@ class KFAC(torch.optim.Optimizer):
             block that fits how the first mini-batch uses them, a diagonal one if that is not seen;
             `"refuse"` raises an error that names them.
         blocks: which curvature block a layer gets, by its kind and size; None for `Blocks()`.
+        verbose: whether to print the plan before the first step, see `kronfac.plan`.
 
     Reference: Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate
     Curvature, 2015. `docs/deviations.md` lists the differences.
@@ -113,6 +115,7 @@ class KFAC(torch.optim.Optimizer):
         inverse_lag: int = 0,
         other: Other = "diagonal",
         blocks: Blocks | None = None,
+        verbose: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -151,6 +154,7 @@ class KFAC(torch.optim.Optimizer):
         parameters = self.network.parameters
         super().__init__(parameters, {"weight_decay": weight_decay})
         self._check = GradientCheck()
+        self._verbose = verbose
         device = parameters[0].device
         self._state = saving.initial_state(self.settings, weight_decay, device)
         self.report: StepReport | None = None
@@ -177,6 +181,8 @@ class KFAC(torch.optim.Optimizer):
         buffers = self.network.buffers.snapshot()
         with watch("gradient"):
             evaluation = self._evaluate(closure, callers)
+        if self._verbose and not self._state.iteration and self.report is None:
+            print(self._plan(evaluation.network, evaluation.batch))
         # The loss of a step that is computed already tells, without another synchronisation, whether the
         # step before it has to be validated out of turn.
         validates = in_turn(self.settings, self._state)
@@ -207,6 +213,17 @@ class KFAC(torch.optim.Optimizer):
         Beyond rounding the step does not depend on `chunk`; memory does.
         """
         return MiniBatchClosure(self.model, self.objective, x, y, chunk)
+
+    def plan(self, example: Any, targets: Any = None) -> Plan:
+        """What becomes of every parameter, and what a step takes: see `kronfac.plan`."""
+        with untouched(self.network), full_precision(self.network.device) as callers:
+            batch = record_example(self.model, self.network, example, targets, callers)
+            return self._plan(self.network, batch)
+
+    def _plan(self, network: Network, batch: Batch) -> Plan:
+        with untouched(network):
+            weight_decay = float(self.param_groups[0]["weight_decay"])
+            return make_plan(network, batch, self.settings, weight_decay)
 
     def _evaluate(self, closure: Callable[[], Any], callers: Context) -> Evaluation:
         evaluation = evaluate(
@@ -340,6 +357,7 @@ class KFAC(torch.optim.Optimizer):
                 **settings,
                 "other": self._other,
                 "blocks": self._blocks,
+                "verbose": self._verbose,
                 **self.defaults,
             },
             "state_dict": self.state_dict(),
@@ -383,3 +401,32 @@ def _complete(module: nn.Module) -> bool:
     """Whether a module has been copied, all that is in it included."""
     modules = vars(module).get("_modules")
     return modules is not None and all(_complete(m) for m in modules.values() if m is not None)
+
+
+def plan(
+    model: nn.Module, loss: nn.Module, example: Any, targets: Any = None, **settings: Any
+) -> Plan:
+    """What `KFAC(model, loss, **settings)` would do, said before the first step.
+
+    No step is taken, and parameters, gradients, buffers and random numbers stay as they are. The model is
+    called with the example, and K-FAC's own passes run on a few of its examples.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> print(plan(model, nn.MSELoss(), torch.randn(64, 2)).engine)
+        by hand
+
+    Args:
+        model: to be trained; what is frozen stays so.
+        loss: as for `KFAC`.
+        example: a mini-batch as the model is called with: a tensor, a tuple of arguments, or a dict of
+            keyword arguments. Memory and cost are those for mini-batches of its size.
+        targets: for the loss. None if the model computes its loss itself, or if they are not known: what
+            the loss module says of the model's outputs is enough as a rule.
+        **settings: those of `KFAC`.
+
+    Raises:
+        ExampleError: the model can't be called with the example, or the targets don't fit.
+        UnsupportedModelError: `KFAC` would refuse the model.
+    """
+    return KFAC(model, loss, **settings).plan(example, targets)

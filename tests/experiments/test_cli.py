@@ -226,7 +226,7 @@ def test_curves_needs_no_file(no_data, capsys):
 def test_data_that_is_there_is_verified(real_data, capsys):
     assert kronfac("data", "verify") == 0
     out = capsys.readouterr().out
-    assert "All 5 files have the right SHA-256" in out
+    assert "All 6 files have the right SHA-256" in out
     assert re.search(r"train-images-idx3-ubyte.gz +9,912 kB +verified", out)
 
 

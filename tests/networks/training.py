@@ -1,11 +1,13 @@
 """Does a network train with the defaults?"""
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC
+from kronfac import KFAC, DiagonalBlock
 
 STEPS, FEW = 50, 15
 """What a network may take for half of its initial loss; and what the smallest ones take, to save time."""
@@ -14,9 +16,38 @@ PADDING = -100
 """The label that cross-entropy ignores."""
 
 
+class _CalledError(Exception):
+    """Stops a model before it computes anything."""
+
+
+def example_of(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Any] | tuple[Any, ...]:
+    """What a loss calls the model with, which does not run."""
+
+    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _CalledError(args, kwargs)
+
+    handle = model.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        loss()
+    except _CalledError as called:
+        args, kwargs = called.args
+        return (
+            dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+            if kwargs
+            else args
+        )
+    finally:
+        handle.remove()
+    raise AssertionError("the model was not called")
+
+
 def train(model: nn.Module, loss: Callable[[], Tensor], steps: int) -> tuple[list[float], set[str]]:
-    """The loss before every step, and the kinds of events: one data set, every default."""
+    """The loss before every step, and the kinds of events: one data set, every default.
+
+    The plan has to name all units that fall back to a diagonal block.
+    """
     optimizer = KFAC(model, nn.CrossEntropyLoss())
+    planned = {row.name for row in optimizer.plan(example_of(model, loss)).fallbacks}
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -28,11 +59,17 @@ def train(model: nn.Module, loss: Callable[[], Tensor], steps: int) -> tuple[lis
     for _ in range(steps):
         losses.append(float(optimizer.step(closure).detach()))
         events |= {event.kind.value for event in optimizer.report.events}
+    units = optimizer.network.units
+    diagonal = {u.name for u in units if isinstance(u.block, DiagonalBlock) or not u.observed}
+    assert planned == diagonal
     return losses, events
 
 
 def assert_trains(model: nn.Module, loss: Callable[[], Tensor], steps: int = STEPS) -> None:
-    """At most half of the initial loss, every parameter moved, no fallback; warnings are errors here."""
+    """At most half of the initial loss, every parameter moved, no fallback that was not planned.
+
+    Warnings are errors here.
+    """
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses, events = train(model, loss, steps)
     # Two on average: dropout masks differ from step to step.

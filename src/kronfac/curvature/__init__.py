@@ -1,6 +1,6 @@
 """The curvature of the units: blocks, their statistics and their inverses [MG15 §3–§6.3]."""
 
-from kronfac.curvature.base import Block, Moments, Operator
+from kronfac.curvature.base import Block, InverseCost, Moments, Operator
 from kronfac.curvature.block_diagonal import BlockDiagonalInverse
 from kronfac.curvature.block_tridiagonal import BlockTridiagonalInverse
 from kronfac.curvature.curvature import Curvature, Link, ema_decay
@@ -47,6 +47,7 @@ __all__ = [
     "GroupedKroneckerMoments",
     "GroupedTap",
     "Inputs",
+    "InverseCost",
     "KroneckerBlock",
     "KroneckerMoments",
     "KroneckerSumBlock",

@@ -7,14 +7,14 @@
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from kronfac.curvature.taps import Taps
 from kronfac.errors import StateError
-from kronfac.storage import Layout, Storable
+from kronfac.storage import Layout, Storable, tensors_in
 
 if TYPE_CHECKING:
     from kronfac.curvature.damping import Tikhonov
@@ -34,6 +34,35 @@ class Operator(Protocol):
     def to_dense(self) -> Tensor:
         """The matrix itself, in the layout of vec(V), which stacks columns."""
         ...
+
+
+@dataclass(frozen=True)
+class InverseCost:
+    """What the damped inverse of a unit's curvature takes."""
+
+    numbers: int
+    """Numbers that it holds."""
+    inversion: float
+    """Multiplications that make it."""
+    product: float
+    """Multiplications of a product with V."""
+
+    def __add__(self, other: "InverseCost") -> "InverseCost":
+        return InverseCost(
+            self.numbers + other.numbers,
+            self.inversion + other.inversion,
+            self.product + other.product,
+        )
+
+
+def cholesky_inverse_cost(n: int) -> float:
+    """Multiplications of the inverse of an (n, n) matrix by Cholesky: n³/6 + n³/3."""
+    return n**3 / 2
+
+
+def eigh_cost(n: int) -> float:
+    """Multiplications of an eigendecomposition, about six times those of the inverse."""
+    return 3.0 * n**3
 
 
 class Moments(Storable, ABC):
@@ -78,6 +107,16 @@ class Moments(Storable, ABC):
                 f"{unit.rows * unit.columns}. Load it into the model that it was saved with."
             )
 
+    def inverse_cost(self, tikhonov: "Tikhonov") -> InverseCost:
+        """What `damped` takes: by making it, unless a block knows without."""
+        held = tensors_in(self.damped(1.0, tikhonov))
+        square = [t for t in held if t.dim() == 2 and t.shape[0] == t.shape[1]]
+        return InverseCost(
+            sum(t.numel() for t in held),
+            sum(cholesky_inverse_cost(len(t)) for t in square),
+            sum(self.size * t.shape[-1] for t in held if t.dim() > 1),
+        )
+
     def probe(self) -> list[Tensor]:
         """A few scalars that are finite only if the moments are."""
         return [value.sum() for value in _tensors(self)]
@@ -117,6 +156,10 @@ class Block(ABC):
     @abstractmethod
     def observe(self, taps: Taps, share: float, weight: float) -> Moments:
         """The moments of one backward pass; those of several passes are added, field by field."""
+
+    def describe(self, rows: int, columns: int) -> str:
+        """What it is, in a word or two, for `kronfac.plan`."""
+        return f"{type(self).__name__.removesuffix('Block')} ({rows}, {columns})"
 
     def average(self, old: Moments | None, decay: float) -> Average:
         """The moving average that begins with `old`, which is only read."""

@@ -20,7 +20,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Moments
+from kronfac.curvature.base import InverseCost, Moments, eigh_cost
 from kronfac.curvature.block_diagonal import BlockDiagonalInverse, PreparedBlocks
 from kronfac.curvature.curvature import Curvature, Link
 from kronfac.curvature.damping import FactoredTikhonov
@@ -46,6 +46,8 @@ from kronfac.linalg import (
 from kronfac.storage import Layout
 
 Solver = Literal["decomposition", "smith"]
+POWERS = 6
+"""Powers that Smith's iteration keeps as a rule; how many it takes depends on the correlations."""
 SigmaInverse = KroneckerDifferenceInverse | SmithDifferenceInverse | KroneckerProduct
 
 
@@ -77,6 +79,25 @@ class BlockTridiagonalInverse(ApproximateInverse):
     @property
     def for_trials(self) -> ApproximateInverse:
         return BlockDiagonalInverse(self.tikhonov)
+
+    def cost_between(self, this: tuple[int, int], following: tuple[int, int]) -> InverseCost:
+        """Ψ and the second term of Σ⁻¹, with ranks as large as they may be."""
+        (r, c), (r_next, c_next) = this, following
+        Psi = c * c_next + r * r_next
+        regression = float(c * c_next**2 + r * r_next**2)
+        couple = 2.0 * min(
+            r * r_next * c_next + r * c_next * c, r_next * c_next * c + r * r_next * c
+        )
+        if self.solver == "smith":
+            squares = POWERS * (c**2 + r**2)
+            cubes = POWERS * float(c**3 + r**3)
+            return InverseCost(Psi + squares, regression + cubes, couple + POWERS * r * c * (r + c))
+        k_A, k_G = min(c, c_next), min(r, r_next)
+        return InverseCost(
+            Psi + c * k_A + r * k_G + k_A * k_G,
+            regression + eigh_cost(c) + eigh_cost(r),
+            couple + 2.0 * (r * c * k_G + k_G * c * k_A),
+        )
 
     def prepare(self, curvature: Curvature) -> "_Prepared":
         return _Prepared(curvature, self.tikhonov, self.solver)

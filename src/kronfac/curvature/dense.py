@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Block, Moments
+from kronfac.curvature.base import Block, InverseCost, Moments, cholesky_inverse_cost
 from kronfac.curvature.damping import Tikhonov
 from kronfac.curvature.taps import Taps, gradients_of_examples
 from kronfac.linalg import batched_inverse
@@ -105,6 +105,12 @@ class DenseMoments(Moments):
         """The trace: if it is finite, so is the diagonal, which bounds the rest."""
         return [self.M.diagonal(dim1=-2, dim2=-1).sum()]
 
+    def inverse_cost(self, tikhonov: Tikhonov) -> InverseCost:
+        """As many numbers; every piece by itself."""
+        pieces, size, _ = self.M.shape
+        numbers = self.M.numel()
+        return InverseCost(numbers, pieces * cholesky_inverse_cost(size), numbers)
+
     @property
     def size(self) -> int:
         """The number of parameters."""
@@ -121,6 +127,11 @@ class DenseBlock(Block):
 
     moments: ClassVar[type[Moments]] = DenseMoments
     limit: int = LIMIT
+
+    def describe(self, rows: int, columns: int) -> str:
+        """Its name, and how many pieces it has."""
+        pieces = _pieces(rows, columns, self.limit)
+        return "dense" if pieces == 1 else f"dense, {pieces} pieces"
 
     def observe(self, taps: Taps, share: float, weight: float) -> DenseMoments:
         """Σ_examples v vᵀ."""

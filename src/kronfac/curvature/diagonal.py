@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Block, Moments
+from kronfac.curvature.base import Block, InverseCost, Moments
 from kronfac.curvature.damping import Tikhonov
 from kronfac.curvature.taps import Tap, Taps, gradients_of_examples
 from kronfac.errors import NonFiniteError
@@ -63,6 +63,10 @@ class DiagonalMoments(Moments):
         """diag(D)."""
         return torch.diag(self.D.mT.reshape(-1))
 
+    def inverse_cost(self, tikhonov: Tikhonov) -> InverseCost:
+        """As many numbers, and a multiplication each."""
+        return InverseCost(self.size, self.size, self.size)
+
     @property
     def size(self) -> int:
         """The number of parameters."""
@@ -74,6 +78,10 @@ class DiagonalBlock(Block):
     """The curvature of every parameter by itself."""
 
     moments: ClassVar[type[Moments]] = DiagonalMoments
+
+    def describe(self, rows: int, columns: int) -> str:
+        """Its name."""
+        return "diagonal"
 
     def observe(self, taps: Taps, share: float, weight: float) -> DiagonalMoments:
         """Σ_examples (Σ_places g āᵀ)²."""

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Moments
+from kronfac.curvature.base import InverseCost, Moments, eigh_cost
 from kronfac.curvature.curvature import Curvature
 from kronfac.curvature.damping import FactoredTikhonov, Tikhonov
 from kronfac.curvature.inverse import ApproximateInverse, DampedInverse, Piece, failed
@@ -66,6 +66,17 @@ class EigenvalueCorrectedInverse(ApproximateInverse):
 
     def prepare(self, curvature: Curvature) -> "PreparedBases":
         return PreparedBases(curvature.blocks, self.tikhonov)
+
+    def cost(self, moments: Moments) -> InverseCost:
+        if not isinstance(moments, KroneckerMoments):
+            return moments.inverse_cost(self.tikhonov)
+        sides = [len(M) for M in (moments.A, moments.G)]
+        full = [len(M) for M in (moments.A, moments.G) if M.dim() == 2]
+        return InverseCost(
+            sum(n * n for n in full) + moments.size + sum(sides),
+            sum(map(eigh_cost, full)),
+            moments.size * (2 * sum(full) + 1),
+        )
 
     def between_refreshes(self, inverse: DampedInverse, decay: float) -> "EigenvalueUpdate":
         return EigenvalueUpdate(inverse, decay)

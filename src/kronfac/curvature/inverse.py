@@ -13,8 +13,9 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from kronfac.curvature.base import Operator
+from kronfac.curvature.base import InverseCost, Moments, Operator
 from kronfac.curvature.curvature import Curvature
+from kronfac.curvature.damping import FactoredTikhonov
 from kronfac.curvature.taps import Taps
 from kronfac.errors import StateError
 from kronfac.linalg import Failure, KroneckerProduct, OuterProduct
@@ -175,6 +176,14 @@ class ApproximateInverse(ABC):
     def between_refreshes(self, inverse: DampedInverse, decay: float) -> InverseUpdate | None:
         """How the inverse in use follows a step's statistics, with ε = `decay`; None if it does not."""
         return None
+
+    def cost(self, moments: Moments) -> InverseCost:
+        """What the inverse of one unit by itself takes."""
+        return moments.inverse_cost(getattr(self, "tikhonov", FactoredTikhonov()))
+
+    def cost_between(self, this: tuple[int, int], following: tuple[int, int]) -> InverseCost:
+        """What it takes besides for a unit and the next one in a chain, of these shapes."""
+        return InverseCost(0, 0.0, 0.0)
 
     @abstractmethod
     def prepare(self, curvature: Curvature) -> PreparedInverse:

@@ -17,7 +17,14 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Block, Moments, Operator
+from kronfac.curvature.base import (
+    Block,
+    InverseCost,
+    Moments,
+    Operator,
+    cholesky_inverse_cost,
+    eigh_cost,
+)
 from kronfac.curvature.damping import ExactTikhonov, Tikhonov
 from kronfac.curvature.taps import OneHot, Rows, SummedGradient, Tap, Taps
 from kronfac.errors import UnsupportedModelError
@@ -71,6 +78,20 @@ class KroneckerMoments(Moments):
         """The traces: if they are finite, so are the diagonals, which bound the rest."""
         return [M.sum() if M.dim() == 1 else M.trace() for M in (self.A, self.G)]
 
+    def inverse_cost(self, tikhonov: Tikhonov) -> InverseCost:
+        """The inverses of both sides; for the exact form their eigenvectors and eigenvalues."""
+        if isinstance(tikhonov, ExactTikhonov):
+            sides = [len(M) for M in (self.A, self.G)]
+            made = sum(eigh_cost(len(M)) for M in (self.A, self.G) if M.dim() == 2)
+            numbers = sum(n * n + n for n in sides)
+            return InverseCost(numbers, made, 2 * self.size * sum(sides))
+        full = [len(M) for M in (self.A, self.G) if M.dim() == 2]
+        return InverseCost(
+            self.A.numel() + self.G.numel(),
+            sum(map(cholesky_inverse_cost, full)),
+            self.size * (sum(full) + 2 - len(full)),
+        )
+
     @property
     def size(self) -> int:
         """The number of parameters."""
@@ -107,6 +128,13 @@ class KroneckerBlock(Block):
             raise ValueError(
                 f"KroneckerBlock's sharing is one of {get_args(Sharing)}; got {self.sharing!r}."
             )
+
+    def describe(self, rows: int, columns: int) -> str:
+        """Its name, and the sizes of G and A."""
+        sides = ((rows, self.diagonal_grads), (columns, self.diagonal_inputs))
+        listed = ", ".join(f"{n} diagonal" if diagonal else str(n) for n, diagonal in sides)
+        reduced = ", reduce" if self.sharing == "reduce" else ""
+        return f"Kronecker ({listed}){reduced}"
 
     def observe(self, taps: Taps, share: float, weight: float) -> KroneckerMoments:
         """The moments of one backward pass."""

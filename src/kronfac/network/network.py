@@ -127,12 +127,14 @@ class Network:
             ]
         )
 
-    def demoted(self, numbers: Sequence[int]) -> "Network":
+    def demoted(
+        self, numbers: Sequence[int], why: str = "not all uses of it are seen"
+    ) -> "Network":
         """The same with diagonal blocks for units whose uses are not all seen."""
         if not numbers:
             return self
         units = [
-            replace(unit, block=DiagonalBlock(), observed=False) if n in numbers else unit
+            replace(unit, block=DiagonalBlock(), observed=False, why=why) if n in numbers else unit
             for n, unit in enumerate(self.units)
         ]
         linked = [n for n, link in enumerate(self.links) if link]

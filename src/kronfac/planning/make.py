@@ -1,0 +1,161 @@
+"""The plan of a network: discovered, surveyed on a few examples, and summed up."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from kronfac.control import Measurement
+from kronfac.curvature import DiagonalBlock, InverseCost, KroneckerBlock
+from kronfac.network import Batch, Network, Unit
+from kronfac.network.chain import Chains, find_chains
+from kronfac.network.discovery import discover
+from kronfac.network.division import arrange
+from kronfac.network.network import Learned
+from kronfac.planning.cost import curvature_examples, step_cost
+from kronfac.planning.plan import Memory, Plan, Row
+from kronfac.planning.survey import Survey, survey
+from kronfac.settings import Settings
+
+VALIDATED = range(2, 102)
+"""Iterations over which it is looked up how often a rule wants something."""
+
+
+def make_plan(network: Network, batch: Batch, settings: Settings, weight_decay: float) -> Plan:
+    """The plan for mini-batches like this one; to be called inside of `untouched`."""
+    # What is learned here is not what a step has learned.
+    learned = Learned(dict(network.learned.slicing), network.learned.forward_mode)
+    network = replace(network, learned=learned)
+    batch = arrange(network, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the plan says the same
+        network = discover(network, batch.passes[0])
+    surveyed = survey(network, batch, settings.inverse)
+    network = surveyed.network
+    chains = find_chains(network, batch.passes[0]) if settings.inverse.couples else None
+    between = {} if chains is None else _between(network, settings, chains)
+    held, vectors = _candidates(settings, weight_decay), _vectors(settings)
+    if weight_decay and settings.inverse.wants_factors(
+        [unit.shape for unit in network.units], batch.examples, weight_decay
+    ):
+        vectors += 1  # η F̆⁻¹θ
+    rows = tuple(
+        _row(network, n, surveyed, between, chains, vectors, held)
+        for n in range(len(network.units))
+    )
+    S1, S2 = curvature_examples(settings, network, batch)
+    return Plan(
+        model=type(network.model).__name__,
+        rows=rows,
+        memory=_memory(network, rows, settings, round(surveyed.kept * S1)),
+        cost=step_cost(
+            settings, surveyed, list(between.values()), (batch.examples, S1, S2), held > 1
+        ),
+        engine=surveyed.engine,
+        examples=batch.examples,
+        statistics_examples=S1,
+        fisher_examples=S2,
+        frozen=tuple(name for name, p in network.model.named_parameters() if not p.requires_grad),
+        chains=()
+        if chains is None
+        else tuple(
+            tuple(network.units[n].name for n in piece) for piece in chains.pieces if len(piece) > 1
+        ),
+    )
+
+
+def _row(
+    network: Network,
+    number: int,
+    surveyed: Survey,
+    between: Mapping[tuple[int, int], InverseCost],
+    chains: Chains | None,
+    vectors: int,
+    held: int,
+) -> Row:
+    unit, seen = network.units[number], surveyed.units[number]
+    moments, inverse = seen.moments, seen.inverse.numbers
+    for (this, following), extra in between.items():
+        if this == number:
+            inverse += extra.numbers
+            moments += sum(
+                a * b for a, b in zip(unit.shape, network.units[following].shape, strict=True)
+            )
+    size = unit.shape[0] * unit.shape[1]
+    itemsize = unit.parameters[0].element_size()
+    return Row(
+        name=unit.name,
+        parameters=unit.names,
+        shape=unit.shape,
+        block=unit.block.describe(*unit.shape),
+        factors=seen.factors,
+        state=itemsize * (moments + inverse + vectors * size),
+        # New statistics, the inverses, and for each a direction and a step.
+        refresh=itemsize * (moments + held * (inverse + 2 * size)),
+        fallback=isinstance(unit.block, DiagonalBlock) or not unit.observed,
+        why=_why(network, unit),
+        unchained="" if chains is None else chains.breaks.get(number, ""),
+    )
+
+
+def _why(network: Network, unit: Unit) -> str:
+    """Why a unit has no better block."""
+    if unit.why:
+        return unit.why
+    block, blocks = unit.block, network.blocks
+    if isinstance(block, DiagonalBlock):
+        return f"it is too large for dense blocks of {blocks.dense_limit} parameters"
+    wide = max(unit.shape) > blocks.wide_limit
+    if (
+        isinstance(block, KroneckerBlock)
+        and wide
+        and (block.diagonal_grads or block.diagonal_inputs)
+    ):
+        return f"one side is wider than {blocks.wide_limit}, and has a diagonal factor"
+    return ""
+
+
+def _between(
+    network: Network, settings: Settings, chains: Chains
+) -> dict[tuple[int, int], InverseCost]:
+    """For every two neighbours in a chain, what they take besides."""
+    shapes = [unit.shape for unit in network.units]
+    return {
+        (a, b): settings.inverse.cost_between(shapes[a], shapes[b])
+        for piece in chains.pieces
+        for a, b in pairwise(piece)
+    }
+
+
+def _vectors(settings: Settings) -> int:
+    """Vectors in parameter space that the state has: momentum, and what rolls a step back."""
+    validates = any(settings.damping.measures(k) == "next" for k in VALIDATED)
+    return 3 if validates and settings.acceptance.rejection is not None else 1
+
+
+def _candidates(settings: Settings, weight_decay: float) -> int:
+    """Inverses that a refresh has in memory at once."""
+    state = settings.gamma.init(Measurement(lambda_=1.0, weight_decay=weight_decay))
+    tried = [
+        settings.gamma.candidates(
+            state, Measurement(iteration=k, lambda_=1.0, weight_decay=weight_decay)
+        )
+        for k in VALIDATED
+    ]
+    most = max(map(len, tried))
+    # In the background all of them are made; else the best so far stays, and one is made.
+    return most if settings.inverse_lag else min(most, 2)
+
+
+def _memory(network: Network, rows: Sequence[Row], settings: Settings, activations: int) -> Memory:
+    trained = sum(p.numel() * p.element_size() for p in network.parameters)
+    memory = settings.step_size.long_memory
+    noisy = 0 if memory is None else 1 + (memory.averaged is not None)
+    return Memory(
+        parameters=sum(p.numel() * p.element_size() for p in network.model.parameters()),
+        gradients=trained,
+        state=sum(row.state for row in rows),
+        noise=noisy * trained,
+        refresh=sum(row.refresh for row in rows),
+        activations=activations,
+    )

@@ -1,0 +1,405 @@
+"""`kronfac.plan`: what it says is what happens, and nothing is touched."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import kronfac
+from kronfac import KFAC, plan
+from kronfac.errors import ExampleError
+from kronfac.planning.plan import readable
+from kronfac.storage import tensors_in
+
+INVERSES = ["block_diagonal", "block_tridiagonal", "ekfac"]
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5)
+    )
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16 * 9, 12),
+        nn.Tanh(),
+        nn.Linear(12, 5),
+    )
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        self.position = nn.Parameter(torch.randn(7, 16) * 0.1)
+        self.norm = nn.LayerNorm(16)
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embedding(ids) + self.position
+        a = self.norm(h)
+        h = h + functional.scaled_dot_product_attention(self.q(a), self.k(a), self.v(a))
+        h = h + self.down(functional.gelu(self.up(h)))
+        return self.head(h.mean(dim=1))
+
+
+EXAMPLES = {
+    "perceptron": (perceptron, lambda: torch.randn(30, 20)),
+    "convolutions": (convolutions, lambda: torch.randn(30, 3, 8, 8)),
+    "transformer": (Transformer, lambda: torch.randint(20, (30, 7))),
+}
+
+
+def take_steps(optimizer: KFAC, x: Tensor, steps: int = 4) -> None:
+    for _ in range(steps):
+        optimizer.step(optimizer.closure(x, torch.arange(len(x)) % 5))
+
+
+def held(optimizer: KFAC) -> int:
+    """Bytes of the state's tensors, each once; the generator's state left out."""
+    state = optimizer.state_dict()["kfac"]
+    tensors = tensors_in({name: part for name, part in state.items() if name != "generator"})
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+# -------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("inverse", INVERSES)
+@pytest.mark.parametrize("network", EXAMPLES)
+def test_the_state_has_the_planned_size(network, inverse):
+    torch.manual_seed(0)
+    build, examples = EXAMPLES[network]
+    model, x = build(), examples()
+    optimizer = KFAC(model, nn.CrossEntropyLoss(), inverse=inverse)
+    planned = optimizer.plan(x).memory.state
+    take_steps(optimizer, x)
+    memory = optimizer._state.step.memory
+    assert memory.average is None  # not noisy
+    assert planned == pytest.approx(held(optimizer), rel=0.1)
+    if inverse != "block_tridiagonal":  # whose ranks depend on the data
+        assert planned == held(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "vectors"),
+    [
+        ({"acceptance": None}, 1),
+        ({"damping": kronfac.FixedDamping(1.0)}, 1),
+        ({}, 3),
+    ],
+)
+def test_vectors_that_the_rules_keep(settings, vectors):
+    torch.manual_seed(0)
+    model, x = perceptron(), torch.randn(30, 20)
+    size = sum(p.numel() for p in model.parameters()) * 4
+    factors = sum(4 * (row.shape[0] ** 2 + row.shape[1] ** 2) for row in plan_of(model, x).rows)
+    assert plan_of(model, x, **settings).memory.state == 2 * factors + vectors * size
+
+
+def plan_of(model: nn.Module, x: Tensor, **settings: object) -> kronfac.Plan:
+    return plan(model, nn.CrossEntropyLoss(), x, **settings)
+
+
+def test_the_exact_form_has_eigenvectors_of_both_sides():
+    torch.manual_seed(0)
+    model, x = perceptron(), torch.randn(30, 20)
+    inverse = kronfac.BlockDiagonalInverse(kronfac.ExactTikhonov())
+    optimizer = KFAC(model, nn.CrossEntropyLoss(), inverse=inverse)
+    planned = optimizer.plan(x).memory.state
+    take_steps(optimizer, x)
+    assert planned == held(optimizer)
+
+
+def test_the_total_is_the_sum():
+    memory = plan_of(perceptron(), torch.randn(30, 20)).memory
+    assert memory.parameters == memory.gradients == 4 * (840 + 1230 + 155)
+    assert memory.activations > 0
+    parts = (memory.parameters, memory.gradients, memory.state, memory.noise, memory.refresh)
+    assert memory.total == sum(parts) + memory.activations
+
+
+def test_a_block_that_says_nothing_of_its_memory_is_measured():
+    @dataclass(frozen=True)
+    class Silent(kronfac.DiagonalMoments):
+        inverse_cost = kronfac.Moments.inverse_cost
+
+    moments = Silent(torch.ones(3, 4))
+    assert moments.inverse_cost(kronfac.FactoredTikhonov()).numbers == 12
+
+
+# ----------------------------------------------------------------------------------- nothing is touched
+
+
+def test_nothing_is_touched():
+    torch.manual_seed(0)
+    model = nn.Sequential(convolutions(), nn.Dropout(0.3), nn.Linear(5, 5))
+    model[2].bias.grad = torch.ones(5)
+    kept = {name: t.clone() for name, t in model.state_dict().items()}
+    pointers = {name: t.data_ptr() for name, t in model.state_dict(keep_vars=True).items()}
+    graph = model[2](torch.randn(2, 5)).sum()
+    random = torch.get_rng_state()
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    optimizer = KFAC(model, nn.CrossEntropyLoss(), inverse="block_tridiagonal")
+    state, network = optimizer._state, optimizer.network
+    optimizer.plan(torch.randn(6, 3, 8, 8, generator=torch.Generator()), torch.arange(6) % 5)
+    assert torch.equal(torch.get_rng_state(), random)
+    for name, t in model.state_dict(keep_vars=True).items():
+        assert torch.equal(t, kept[name]), name
+        assert t.data_ptr() == pointers[name]
+    assert [p.grad is None for p in model[0].parameters()] == [True] * len([*model[0].parameters()])
+    assert torch.equal(model[2].bias.grad, torch.ones(5))
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    assert optimizer._state is state
+    assert optimizer.network is network
+    assert not network.learned.slicing
+    graph.backward()  # it is still valid
+
+
+def test_a_step_after_a_plan_is_the_step_without():
+    results = []
+    for planned in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 5))
+        x = torch.randn(20, 6)
+        optimizer = KFAC(model, nn.CrossEntropyLoss(), verbose=planned)
+        if planned:
+            optimizer.plan(x)
+        take_steps(optimizer, x)
+        results.append([t.clone() for t in model.state_dict().values()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+# ----------------------------------------------------------------------------------------------- rows
+
+
+def test_what_each_parameter_gets():
+    made = plan(
+        convolutions(), nn.CrossEntropyLoss(), torch.randn(6, 3, 8, 8), inverse="block_tridiagonal"
+    )
+    rows = {row.name: row for row in made.rows}
+    assert rows["0"].parameters == ("0.weight", "0.bias")
+    assert rows["0"].block == "dense"
+    assert rows["3"].block == "Kronecker (16, 73)"
+    assert rows["3"].factors == "A 73×73, G 16×16"
+    assert rows["3"].count == 16 * 73
+    assert rows["8"].block == "Kronecker (5, 13)"
+    assert made.chains == (("6", "8"),)
+    assert rows["3"].unchained == "it is no plain matrix product"
+    assert rows["6"].unchained == "'3' before it: it is no plain matrix product"
+    assert made.engine == "forward mode"
+    assert not made.fallbacks
+    assert made.statistics_examples == made.examples == 6
+
+
+class Einsum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 30)
+        self.mix = nn.Parameter(torch.randn(30, 30) * 0.1)
+        self.head = nn.Linear(30, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.einsum("ni,ij->nj", self.first(x), self.mix).tanh())
+
+
+def test_fallbacks_are_named():
+    model, x = Einsum(), torch.randn(10, 6)
+    optimizer = KFAC(model, nn.CrossEntropyLoss())
+    made = optimizer.plan(x)
+    (row,) = made.fallbacks
+    assert row.name == "mix"
+    assert row.block == "diagonal"
+    assert "einsum" in row.why
+    assert "'mix': diagonal: used in torch's einsum, which KFAC does not understand" in str(made)
+    take_steps(optimizer, x, 1)
+    assert [u.name for u in optimizer.network.units if not u.observed] == ["mix"]
+
+
+class Detached(nn.Module):
+    """Uses its weight by a function of its own, whose product nobody sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x) + Twice.apply(self.layer.weight))
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return 2 * weight[0]
+
+    @staticmethod
+    def backward(ctx, g):
+        grad = g.new_zeros(6, 6)
+        grad[0] = 2 * g.sum(dim=0) if g.dim() > 1 else 2 * g
+        return grad
+
+
+def test_uses_that_are_not_seen_are_found_by_the_gradient():
+    made = plan_of(Detached(), torch.randn(10, 6))
+    (row,) = made.fallbacks
+    assert row.name == "layer"
+    assert "gradient" in row.why
+    assert made.engine == "finite differences"
+
+
+def test_frozen_parts_are_listed_and_have_no_row():
+    model = perceptron()
+    model[0].requires_grad_(False)
+    made = plan_of(model, torch.randn(10, 20))
+    assert made.frozen == ("0.weight", "0.bias")
+    assert [row.name for row in made.rows] == ["2", "4"]
+    assert "Frozen: 0.weight, 0.bias" in str(made)
+    assert made.memory.parameters > made.memory.gradients
+
+
+def test_a_wide_side_says_so():
+    made = plan_of(perceptron(), torch.randn(10, 20), blocks=kronfac.Blocks(wide_limit=35))
+    assert made.rows[0].block == "Kronecker (40 diagonal, 21)"
+    assert made.rows[0].factors == "A 21×21, G 40"
+    assert "wider than 35" in made.rows[0].why
+    assert not made.fallbacks
+
+
+# -------------------------------------------------------------------------------------------- examples
+
+
+class OwnLoss(nn.Module):
+    """A model that computes its loss, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.embedding(input_ids))
+        if labels is None:
+            return {"logits": logits}
+        loss = functional.cross_entropy(logits.reshape(-1, 20), labels.reshape(-1))
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_a_model_with_its_loss_inside(labels):
+    ids = torch.randint(20, (6, 7))
+    batch = {"input_ids": ids, "labels": ids} if labels else {"input_ids": ids}
+    made = plan(OwnLoss(), nn.CrossEntropyLoss(), batch)
+    assert [row.block for row in made.rows] == ["dense", "Kronecker (20, 9)"]
+    assert made.examples == 6
+    assert made.engine == "forward mode"
+
+
+def test_several_arguments():
+    model = nn.Bilinear(3, 4, 5)
+    made = plan(model, nn.MSELoss(), (torch.randn(10, 3), torch.randn(10, 4)), torch.randn(10, 5))
+    assert made.examples == 10
+
+
+def test_an_example_that_the_model_cannot_take():
+    with pytest.raises(
+        ExampleError, match=r"Sequential got a tensor \(10, 7\).*Pass what you call"
+    ):
+        plan_of(perceptron(), torch.randn(10, 7))
+
+
+def test_targets_that_do_not_fit():
+    with pytest.raises(ExampleError, match=r"MSELoss.*\(10, 5\).*\(10, 3\).*Pass targets that fit"):
+        plan(perceptron(), nn.MSELoss(), torch.randn(10, 20), torch.randn(10, 3))
+
+
+def test_outputs_without_gradients():
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).detach()
+
+    with pytest.raises(ExampleError, match="outputs have gradients"):
+        plan(Cut(), nn.MSELoss(), torch.randn(4, 3))
+
+
+# ------------------------------------------------------------------------------------------------ cost
+
+
+def test_the_cost_of_a_perceptron_is_the_operation_count():
+    """Two layers (a, b) and (b, c) on m examples, all of them in S₁ and S₂."""
+    a, b, c, m = 20, 40, 10, 100
+    model = nn.Sequential(nn.Linear(a, b, bias=False), nn.Tanh(), nn.Linear(b, c, bias=False))
+    made = plan(model, nn.MSELoss(), torch.randn(m, a), inverse_interval=10)
+    forward = m * (a * b + b * c)
+    moments = m * (a * a + 2 * b * b + c * c)
+    inversions = 2 * (a**3 + 2 * b**3 + c**3) / 2  # for two γ
+    product = a * b * (a + b) + b * c * (b + c)
+    expected = {
+        "gradient": 3 * forward,
+        "statistics": forward + moments,
+        "Fisher products": 2 * 2 * forward,
+        "refreshes": inversions / 10,
+        "preconditioning": 1.1 * product,
+        "validation": forward / 5,
+    }
+    assert {name: round(3 * forward * value) for name, value in made.cost.items()} == {
+        name: round(value) for name, value in expected.items()
+    }
+    assert made.gradients == pytest.approx(sum(expected.values()) / (3 * forward))
+
+
+def test_fewer_examples_cost_less():
+    x = torch.randn(1000, 20)
+    whole = plan_of(perceptron(), x, statistics_fraction=1.0, fisher_fraction=1.0).cost
+    part = plan_of(perceptron(), x, statistics_fraction=0.1, fisher_fraction=0.5).cost
+    assert part["statistics"] == pytest.approx(whole["statistics"] / 10)
+    assert part["Fisher products"] == pytest.approx(whole["Fisher products"] / 2)
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+
+def test_the_text_has_every_unit_and_the_totals():
+    made = plan_of(Transformer(), torch.randint(20, (30, 7)))
+    text = str(made)
+    for row in made.rows:
+        assert row.name in text
+        assert row.factors in text
+    assert "Fisher products: forward mode, on 30 of 30 examples" in text
+    assert f"state {readable(made.memory.state)}" in text
+    assert f"A step costs {made.gradients:.1f} gradients" in text
+
+
+def test_verbose_prints_it_before_the_first_step_and_once(capsys):
+    torch.manual_seed(0)
+    model, x = perceptron(), torch.randn(30, 20)
+    optimizer = KFAC(model, nn.CrossEntropyLoss(), verbose=True)
+    assert not capsys.readouterr().out
+    expected = str(optimizer.plan(x))
+    take_steps(optimizer, x, 1)
+    assert capsys.readouterr().out == expected + "\n"
+    take_steps(optimizer, x, 1)
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (99_960, "100 kB"), (2_500_000_000, "2.5 GB")],
+)
+def test_bytes_are_readable(count, text):
+    assert readable(count) == text
