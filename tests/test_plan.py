@@ -1,5 +1,6 @@
 """`kronfac.plan`: what it says is what happens, and nothing is touched."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +11,10 @@ from torch.nn import functional
 import kronfac
 from kronfac import KFAC, plan
 from kronfac.errors import ExampleError
+from kronfac.network.discovery import discover
+from kronfac.planning import record_example
 from kronfac.planning.plan import readable
+from kronfac.planning.survey import survey
 from kronfac.storage import tensors_in
 
 INVERSES = ["block_diagonal", "block_tridiagonal", "ekfac"]
@@ -361,6 +365,16 @@ def test_the_cost_of_a_perceptron_is_the_operation_count():
         name: round(value) for name, value in expected.items()
     }
     assert made.gradients == pytest.approx(sum(expected.values()) / (3 * forward))
+
+
+def test_fused_kernels_are_counted_as_the_products_in_them():
+    steps, a, b = 4, 5, 8
+    model = nn.LSTM(a, b, batch_first=True)
+    optimizer = KFAC(model, nn.MSELoss())
+    network, x = optimizer.network, torch.randn(6, steps, a)
+    batch = record_example(model, network, x, None, nullcontext)
+    found = survey(discover(network, batch.passes[0]), batch, optimizer.settings.inverse)
+    assert found.forward == steps * 4 * b * (a + b)
 
 
 def test_fewer_examples_cost_less():

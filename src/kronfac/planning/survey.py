@@ -29,6 +29,7 @@ from kronfac.linearization import ByHand, Traced, linearize
 from kronfac.linearization.traced import WRONG_TANGENTS
 from kronfac.network import Batch, Matrices, Network, Pass, subsets
 from kronfac.network.network import Learned
+from kronfac.network.plain import PlainKernels
 from kronfac.storage import tensors_in
 
 FEW = 8
@@ -92,8 +93,10 @@ def survey(network: Network, batch: Batch, inverse: ApproximateInverse) -> Surve
     # One pass is enough; micro-batches are alike.
     part = some.passes[0]
     view, saved = Traced(network, part), _Saved(network)
-    with saved.hooks(), Multiplications() as forward:
+    with saved.hooks():
         outputs = view.outputs
+    with PlainKernels(), Multiplications() as forward:
+        part.run(network.model)
     vectors = [_random_like(z) for z in outputs]
     taps = view.taps(vectors)
     network = network.demoted(
@@ -107,8 +110,12 @@ def survey(network: Network, batch: Batch, inverse: ApproximateInverse) -> Surve
     return Survey(
         network,
         units,
-        # Fused kernels, such as those of recurrent layers, are not counted by torch.
-        max(forward.count / examples, sum(unit.uses for unit in units)),
+        # Torch does not count all fused kernels; but what is trained is multiplied once at the least.
+        max(
+            forward.count / examples,
+            sum(unit.uses for unit in units),
+            sum(p.numel() for p in network.parameters),
+        ),
         held / examples,
         round(sum(z.numel() for z in outputs) / examples),
         _engine(network, part),
