@@ -6,6 +6,7 @@ A closure of the user's, its micro-batches and K-FAC's own closure all end here.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,21 +59,28 @@ class Evaluation:
     """The gradient without weight decay as outer products, if they are wanted."""
 
     def gradient(self) -> Matrices:
-        """∇h, the weight decay's ηθ included; what was there before the closure does not count."""
+        """∇h, the weight decay's ηθ included; what was there before the closure does not count.
+
+        A unit that this mini-batch left without a gradient has zeros, without weight decay.
+
+        Raises:
+            ClosureError: no unit has a gradient.
+        """
+        if len(self.without_gradient) == len(self.network.units):
+            raise ClosureError(
+                f"The closure left no gradient in {self.network.units[0].name!r} nor in any other trained "
+                "parameter: it has to call backward() on a loss that depends on them."
+            )
         gradients = []
-        for unit in self.network.units:
-            grads = []
-            for p in unit.parameters:
-                old, version = self.stale.get(p, (None, 0))
-                if p.grad is not None and (p.grad is not old or p.grad._version != version):
-                    grads.append(p.grad)
-            if len(grads) < len(unit.parameters):
-                raise ClosureError(
-                    f"The closure left no gradient in {unit.name!r}: it has to call backward() on a loss "
-                    "that depends on every trained parameter. Freeze what it does not depend on with "
-                    "requires_grad_(False) before KFAC is made."
+        for n, unit in enumerate(self.network.units):
+            grads = [p.grad for p in unit.parameters if p.grad is not None and self._fresh(p)]
+            if n in self.without_gradient:
+                given = [p.grad if self._fresh(p) else None for p in unit.parameters]
+                pairs = zip(given, unit.parameters, strict=True)
+                gradients.append(
+                    unit.join([torch.zeros_like(p) if g is None else g for g, p in pairs])
                 )
-            if self.weight_decay and unit.swapped:
+            elif self.weight_decay and unit.swapped:
                 decayed = zip(grads, unit.parameters, strict=True)
                 gradients.append(unit.join([g + self.weight_decay * p for g, p in decayed]))
             elif self.weight_decay:
@@ -83,6 +91,17 @@ class Evaluation:
             else:
                 gradients.append(unit.join(grads))
         return tuple(gradients)
+
+    @cached_property
+    def without_gradient(self) -> set[int]:
+        """The numbers of the units with parameters that the closure left no gradient in."""
+        units = enumerate(self.network.units)
+        return {n for n, unit in units if not all(self._fresh(p) for p in unit.parameters)}
+
+    def _fresh(self, p: nn.Parameter) -> bool:
+        """Whether the closure left a gradient in a parameter."""
+        old, version = self.stale.get(p, (None, 0))
+        return p.grad is not None and (p.grad is not old or p.grad._version != version)
 
     def accumulated(self) -> bool:
         """Whether the closure wrote to gradients that were there before: added to them, or zeroed first."""

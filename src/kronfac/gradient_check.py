@@ -34,6 +34,7 @@ class GradientCheck:
         if any(call.trace for part in batch.passes for call in part.calls):
             return evaluation  # the gradient is K-FAC's own, of all that the network consists of
         self._check_parameters(evaluation)
+        self._check_gradients(evaluation)
         added = evaluation.accumulated()
         if batch.seen_loss is None or (added and "zero_grad" in self._given):
             return evaluation  # nothing to compare with
@@ -135,6 +136,18 @@ class GradientCheck:
                 "parameters",
                 f"{', '.join(map(repr, new))} became trainable after this KFAC was made, which does not "
                 "train them; make a new one after changing the model.",
+            )
+
+    def _check_gradients(self, evaluation: Evaluation) -> None:
+        """Warn of parameters that the loss does not depend on."""
+        units = evaluation.network.units
+        idle = [units[n].name for n in sorted(evaluation.without_gradient)]
+        if idle and len(idle) < len(units):
+            self._warn(
+                "gradients",
+                f"The closure left no gradient in {_list(idle)}, which counts as one of zero: layers that "
+                "are left out of some mini-batches are no mistake. What the loss never depends on is "
+                "better frozen, with requires_grad_(False) before KFAC is made.",
             )
 
     def _warn(self, kind: str, message: str) -> None:

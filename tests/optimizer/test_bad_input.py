@@ -1,5 +1,6 @@
 """Bad input gets an error that names the culprit, and changes nothing."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -191,18 +192,49 @@ def test_networks_that_are_not_one_chain_are_taken(model, inverse):
 
 
 @pytest.mark.parametrize("inverse", INVERSES)
-def test_a_layer_that_is_used_twice_beside_one_that_is_not_used(inverse):
-    refused_step(
-        UsedTwiceAndAnotherNever(),
-        inverse,
-        (UnsupportedModelError, ClosureError),
-        "'shared' was used twice|'idle'",
-    )
+@pytest.mark.parametrize("make", [Unused, UsedTwiceAndAnotherNever])
+def test_a_layer_that_is_not_used_is_told_of_once_and_stays(make, inverse):
+    model = make()
+    before = [p.detach().clone() for p in model.idle.parameters()]
+    optimizer = KFAC(model, nn.MSELoss(), inverse=inverse, weight_decay=1e-2)
+    x, y = normal(M, 4), normal(M, 3, seed=1)
+    with pytest.warns(UserWarning, match="left no gradient in 'idle'"):
+        first = float(optimizer.step(closure_of(optimizer, nn.MSELoss(), x, y)).detach())
+    for _ in range(10):  # warnings are errors
+        last = float(optimizer.step(closure_of(optimizer, nn.MSELoss(), x, y)).detach())
+    assert last < 0.5 * first
+    assert all(torch.equal(*pair) for pair in zip(before, model.idle.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("inverse", INVERSES)
-def test_a_layer_that_is_not_used(inverse):
-    refused_step(Unused(), inverse, (UnsupportedModelError, ClosureError), "'idle'")
+class Skipping(nn.Module):
+    """A layer that every other call leaves out, as LayerDrop does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom, self.middle, self.top = linear(4, 5), linear(5, 5), linear(5, 3)
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.bottom(x))
+        return self.top(h if self.skips else torch.tanh(self.middle(h)))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_layer_that_some_mini_batches_leave_out_is_trained_by_the_others(first):
+    model = Skipping()
+    optimizer = KFAC(model, nn.MSELoss())
+    x, y = normal(M, 4), normal(M, 3, seed=1)
+    before, losses = model.middle.weight.detach().clone(), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(20):
+            model.skips = (step % 2 == 0) == first
+            losses.append(float(optimizer.step(closure_of(optimizer, nn.MSELoss(), x, y)).detach()))
+    (warning,) = caught
+    assert "left no gradient in 'middle'" in str(warning.message)
+    assert not torch.equal(model.middle.weight, before)
+    assert losses[-1] < losses[0]
+    assert losses[-2] < losses[1]
 
 
 def test_the_tridiagonal_inverse_on_more_than_vectors_is_the_block_diagonal_one():

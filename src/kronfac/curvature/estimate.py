@@ -247,7 +247,7 @@ class _Chains:
 
     def _rows(self, number: int, taps: Taps) -> tuple[Rows, Tensor] | None:
         block = self._blocks[number]
-        if isinstance(taps, SummedGradient) or not isinstance(block, KroneckerBlock):
+        if isinstance(taps, SummedGradient) or not taps or not isinstance(block, KroneckerBlock):
             return None
         a, g = block.rows(direct_or_transposed(taps))
         return a[0], g[0]

@@ -168,6 +168,8 @@ def _transposes(func: Function, args: tuple[Any, ...]) -> bool:
         return False
     if func in _TRANSPOSES:
         return True
+    if func not in _SWAPS | _PERMUTES:
+        return False
     given = args[1] if len(args) == 2 else args[1:]
     dims = [d % 2 for d in given] if isinstance(given, (tuple, list)) else []
     return (func in _SWAPS and set(dims) == {0, 1}) or (func in _PERMUTES and dims == [1, 0])
