@@ -54,17 +54,24 @@ def _record(
     see.uses.transposed(outputs, weight, OneHot(index, len(weight), weight.dtype, factor))
 
 
-def _refuse(sparse: bool, by_frequency: bool) -> None:
+def _refusal(sparse: bool, by_frequency: bool) -> str:
+    """Why the gradients of a table are not those of the loss; empty if they are."""
     if sparse:
-        raise UnsupportedModelError(
+        return (
             "KFAC needs dense gradients, but an embedding was made with sparse=True, whose gradients are "
             "sparse. Make it with sparse=False; its curvature is kept as a diagonal over the vocabulary."
         )
     if by_frequency:
-        raise UnsupportedModelError(
+        return (
             "KFAC needs gradients of the loss, but an embedding was made with scale_grad_by_freq=True, "
             "which divides them by counts of the mini-batch. Make it without."
         )
+    return ""
+
+
+def _refuse(sparse: bool, by_frequency: bool) -> None:
+    if why := _refusal(sparse, by_frequency):
+        raise UnsupportedModelError(why)
 
 
 @observes(functional.embedding_bag)
@@ -140,6 +147,11 @@ class EmbeddingAdapter(Layer):
     def groups(self, module: nn.Module) -> list[tuple[str, ...]]:
         """The weight."""
         return [("weight",)]
+
+    def refusal(self, module: nn.Module) -> str:
+        """For its gradients."""
+        assert isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        return _refusal(module.sparse, module.scale_grad_by_freq)
 
 
 for _type in (nn.Embedding, nn.EmbeddingBag):
