@@ -139,6 +139,18 @@ class SeeFunctions(TorchFunctionMode):
             self.unseen.setdefault(id(p), getattr(func, "__name__", str(func)))
 
 
+def not_a_view(outputs: Tensor) -> Tensor:
+    """A function's outputs, as no view of what it has computed inside.
+
+    A write to a view in place replaces its node in the graph by that of what it is a view of; no gradient
+    would arrive at the node that stands for the use. What is inside nobody else sees.
+    """
+    if not outputs._is_view():
+        return outputs
+    same: Tensor = torch.ops.aten._unsafe_view(outputs, outputs.shape)
+    return same
+
+
 def _transposes(func: Function, args: tuple[Any, ...]) -> bool:
     """Whether a function gives back the transpose of a matrix."""
     if not (args and isinstance(args[0], Tensor) and args[0].dim() == 2):
