@@ -164,10 +164,15 @@ def _transposes(func: Function, args: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def record_uses(
-    sites: Sequence[Site], units: Sequence[Unit], examples: int, *, keep_sources: bool = False
+    sites: Sequence[Site],
+    units: Sequence[Unit],
+    examples: int,
+    *,
+    keep_sources: bool = False,
+    dim: int = 0,
 ) -> Iterator[SeeFunctions]:
-    """Record the uses of a forward pass inside this context."""
-    uses, thread = Uses(units, examples, keep_sources), threading.get_ident()
+    """Record the uses of a forward pass inside this context, see `Uses`."""
+    uses, thread = Uses(units, examples, keep_sources, dim), threading.get_ident()
 
     def recorder(site: Site) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:

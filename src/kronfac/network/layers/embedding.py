@@ -14,7 +14,6 @@ from kronfac.curvature import OneHot
 from kronfac.errors import UnsupportedModelError
 from kronfac.network.adapter import Layer, register
 from kronfac.network.blocks import Kind
-from kronfac.network.by_example import by_example
 from kronfac.network.functions import SeeFunctions, observes
 
 
@@ -47,7 +46,7 @@ def _record(
     see: SeeFunctions, outputs: Tensor, weight: Tensor, indices: Tensor, scale: Tensor | None
 ) -> None:
     index, factor = (
-        None if t is None else by_example(t.unsqueeze(-1), see.uses.examples).squeeze(-1)
+        None if t is None else see.uses.by_example(t.unsqueeze(-1)).squeeze(-1)
         for t in (indices, scale)
     )
     assert index is not None
