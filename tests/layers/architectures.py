@@ -292,7 +292,7 @@ class Assembled(nn.Module):
             _tie(self.layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.layers(self.first(x).clone() if self.spec.first else x.clone())
+        h = self.layers(self.first(x) if self.spec.first else x.clone())
         h = self.last(h)
         if self.spec.data == "images":
             h = torch.tanh(h).mean(dim=(2, 3))

@@ -34,6 +34,11 @@ class Examples(Protocol):
         """The terms of every loss call."""
         ...
 
+    @property
+    def interleaved(self) -> bool:
+        """Whether term k N + n is of example n of N; else those of one example stand together."""
+        ...
+
 
 class Tapped(Protocol):
     """The network around θ on a micro-batch."""
@@ -106,14 +111,14 @@ def estimate(
         scale = part.terms[0].scale or 1.0
         weight = scale * sample.factor / fisher.draws
         outputs = [
-            Outputs(terms, z, draws, max(terms.count // max(part.examples, 1), 1))
+            Outputs(terms, z, draws, max(terms.count // max(part.examples, 1), 1), part.interleaved)
             for terms, z, draws in zip(part.terms, view.outputs, noise, strict=True)
         ]
         # From one vector for all terms; and neighbours in a chain need the same rows.
         padded = fisher.independent and not any(links) and any(map(_has_padding, part.terms))
         for vectors in fisher.vectors(outputs):
             if not fisher.independent and view.summed:
-                vectors = _with_signs(vectors, part.examples, generator)  # noqa: PLW2901
+                vectors = _with_signs(vectors, part, generator)  # noqa: PLW2901
             weighed = [
                 None if v is None else terms.weigh_by_root(v, scale)
                 for terms, v in zip(part.terms, vectors, strict=True)
@@ -151,7 +156,7 @@ def _without_padding(taps: Taps) -> Taps:
 
 
 def _with_signs(
-    vectors: Sequence[Tensor | None], examples: int, generator: torch.Generator
+    vectors: Sequence[Tensor | None], part: Examples, generator: torch.Generator
 ) -> list[Tensor | None]:
     """The vectors with a random sign for every example.
 
@@ -163,9 +168,10 @@ def _with_signs(
         if v is None:
             signed.append(None)
             continue
-        count = examples if len(v) % examples == 0 else len(v)
+        count = part.examples if len(v) % part.examples == 0 else len(v)
         draws = torch.randint(2, (count,), generator=generator, device=v.device)
-        signs = (2 * draws - 1).to(v.dtype).repeat_interleave(len(v) // count)
+        drawn, each = (2 * draws - 1).to(v.dtype), len(v) // count
+        signs = drawn.repeat(each) if part.interleaved else drawn.repeat_interleave(each)
         signed.append(v * signs.unsqueeze(-1))
     return signed
 

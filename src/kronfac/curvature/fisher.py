@@ -28,7 +28,23 @@ class Outputs:
     noise: Tensor | None = None
     """Random numbers for `draws` targets of each term, (draws, terms, …)."""
     each: int = 1
-    """The number of terms of an example; those of one example stand together."""
+    """The number of terms of an example."""
+    interleaved: bool = False
+    """Whether term k N + n is of example n of N; else those of one example stand together."""
+
+    def alone(self, vectors: Tensor, number: int) -> Tensor:
+        """Vectors (terms, event) of one term of every example; zeros for the others."""
+        if self.each == 1:
+            return vectors
+        count = len(vectors) // self.each
+        chosen = (
+            slice(number * count, (number + 1) * count)
+            if self.interleaved
+            else slice(number, None, self.each)
+        )
+        found = torch.zeros_like(vectors)
+        found[chosen] = vectors[chosen]
+        return found
 
 
 Vector = Tensor | None
@@ -106,10 +122,7 @@ class ExactFisher(Fisher):
             for column in out.terms.likelihood.fisher_root_columns(out.z):
                 # The terms of an example are independent of each other, so none may meet another one.
                 for k in range(out.each):
-                    alone = column
-                    if out.each > 1:
-                        alone = torch.zeros_like(column)
-                        alone[k :: out.each] = column[k :: out.each]
+                    alone = out.alone(column, k)
                     yield [alone if j == i else None for j in range(len(outputs))]
 
 

@@ -34,8 +34,11 @@ class Traced(Linearization):
     def _graph(self) -> tuple[list[Tensor], list[Tensor], Uses]:
         """Outputs of the loss calls with a graph, as (terms, event) and raw, and the uses of the units."""
         network = self._network
-        examples = self.part.examples
-        with torch.enable_grad(), record_uses(network.sites, network.units, examples) as seen:
+        examples, dim = self.part.examples, self.part.dim
+        with (
+            torch.enable_grad(),
+            record_uses(network.sites, network.units, examples, dim=dim) as seen,
+        ):
             raw = self.part.run(network.model)
         with torch.enable_grad():
             ends = [terms.matrix(z) for terms, z in zip(self.part.terms, raw, strict=True)]

@@ -67,6 +67,10 @@ class Layer:
         """How a module uses the unit whose first parameter has this name."""
         return self.kind
 
+    def refusal(self, module: nn.Module) -> str:
+        """Why a module can't be trained, with a remedy; empty if it can."""
+        return ""
+
     def swapped(self, module: nn.Module) -> int:
         """The number of groups of a weight that is stored as (in, out / groups, …); 0 for (out, in, …)."""
         return 0

@@ -140,16 +140,16 @@ def slicing(network: Network, part: Pass) -> str:
 
 
 def arrange(network: Network, batch: Batch) -> Batch:
-    """The mini-batch with the dimension that its examples are along, if that is not the first."""
+    """The mini-batch with the dimension that its examples are along, and how its terms are ordered."""
     with network.buffers.preserved():
         found = [division_of(network, part) for part in batch.passes]
     dims = {division.dim for division in found if division}
-    if dims != {1}:
-        return batch
     passes = []
     for part, division in zip(batch.passes, found, strict=True):
-        moved = replace(part, dim=1)
-        passes.append(moved if division or moved.examples == 1 else part)
+        moved = replace(part, dim=1) if dims == {1} else part
+        moved = moved if division or moved.examples == 1 else part
+        apart = division is not None and division.interleaved and division.dim == moved.dim
+        passes.append(replace(moved, interleaved=True) if apart else moved)
     return replace(batch, passes=tuple(passes))
 
 

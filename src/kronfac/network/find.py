@@ -42,7 +42,8 @@ def find_units(model: nn.Module, other: Other = "diagonal", blocks: Blocks | Non
     (`discovery.py`), a diagonal one if they are not seen, or is refused.
 
     Raises:
-        UnsupportedModelError: a parameter is refused, has a dtype that K-FAC can't train, or there is none.
+        UnsupportedModelError: a module or parameter is refused, has a dtype that K-FAC can't train, or
+            there is none.
     """
     blocks = Blocks() if blocks is None else blocks
     owners = _owners(model)
@@ -56,6 +57,10 @@ def find_units(model: nn.Module, other: Other = "diagonal", blocks: Blocks | Non
         if adapter is not None and not own.keys() <= adapter.parameters(module).keys():
             # Reparametrised by hooks (spectral_norm, pruning): the weight is computed from others.
             adapter = None
+        if isinstance(adapter, Layer) and (why := adapter.refusal(module)):
+            raise UnsupportedModelError(
+                f"KFAC can't train {prefix!r} ({type(module).__name__}): {why}"
+            )
         groups = _groups(adapter, module, own, owners)
         if (
             adapter is not None

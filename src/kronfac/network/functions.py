@@ -162,6 +162,18 @@ class SeeFunctions(TorchFunctionMode):
             self.unseen.setdefault(id(p), getattr(func, "__name__", str(func)))
 
 
+def not_a_view(outputs: Tensor) -> Tensor:
+    """A function's outputs, as no view of what it has computed inside.
+
+    A write to a view in place replaces its node in the graph by that of what it is a view of; no gradient
+    would arrive at the node that stands for the use. What is inside nobody else sees.
+    """
+    if not outputs._is_view():
+        return outputs
+    same: Tensor = torch.ops.aten._unsafe_view(outputs, outputs.shape)
+    return same
+
+
 def _transposes(func: Function, args: tuple[Any, ...]) -> bool:
     """Whether a function gives back the transpose of a matrix."""
     if not (args and isinstance(args[0], Tensor) and args[0].dim() == 2):
@@ -177,10 +189,15 @@ def _transposes(func: Function, args: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def record_uses(
-    sites: Sequence[Site], units: Sequence[Unit], examples: int, *, keep_sources: bool = False
+    sites: Sequence[Site],
+    units: Sequence[Unit],
+    examples: int,
+    *,
+    keep_sources: bool = False,
+    dim: int = 0,
 ) -> Iterator[SeeFunctions]:
-    """Record the uses of a forward pass inside this context."""
-    uses, thread = Uses(units, examples, keep_sources), threading.get_ident()
+    """Record the uses of a forward pass inside this context, see `Uses`."""
+    uses, thread = Uses(units, examples, keep_sources, dim), threading.get_ident()
 
     def recorder(site: Site) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:

@@ -122,6 +122,8 @@ class Pass:
     losses: tuple[LossCall, ...]
     dim: int = 0
     """The dimension that the examples are along, in the tensors that the model was called with."""
+    interleaved: bool = False
+    """Whether the terms of an example are apart, as if sequences had time first; see `Division`."""
 
     @property
     def calls(self) -> list[ModelCall]:

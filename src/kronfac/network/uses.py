@@ -34,9 +34,10 @@ class Elementwise:
     derived: Tensor | None = None
     """What was computed from it and is used in its place."""
 
-    def gradients(self, g: Tensor, p: Tensor, examples: int) -> Tensor:
+    def gradients(self, g: Tensor, p: Tensor, examples: int, first: int) -> Tensor:
         """The gradient of every example, (examples, *p.shape), from that at the outputs."""
-        summed = sum_to_shape(g if self.x is None else g * self.x, self.shape, examples)
+        product = g if self.x is None else g * self.x
+        summed = sum_to_shape(product, self.shape, examples, first=first)
         if self.derived is None:
             return summed.reshape(len(summed), *p.shape)
         (pulled,) = torch.autograd.grad(
@@ -68,10 +69,13 @@ class Uses:
         units: of the network; those that are not observed are left out.
         examples: of the pass.
         keep_sources: whether to keep the inputs with their graph.
+        dim: the dimension that the examples are along, in what the model was called with.
     """
 
-    def __init__(self, units: Sequence[Unit], examples: int, keep_sources: bool = False) -> None:
-        self.units, self.examples = units, examples
+    def __init__(
+        self, units: Sequence[Unit], examples: int, keep_sources: bool = False, dim: int = 0
+    ) -> None:
+        self.units, self.examples, self.dim = units, examples, dim
         self.edges: list[GradientEdge] = []
         """Where the outputs of the uses entered the graph. Edges, not tensors: an activation may overwrite
         the outputs, after which the tensor stands for something else."""
@@ -103,6 +107,10 @@ class Uses:
             found.append(use.tap(g.detach()))
         return found
 
+    def by_example(self, x: Tensor) -> Tensor:
+        """(examples, places, features) from (…, features)."""
+        return by_example(x, self.examples, first=self.dim)
+
     # ----------------------------------------------------------------------------------- recording
 
     def product(
@@ -123,7 +131,7 @@ class Uses:
         for n, columns in found.items():
             unit = self.units[n]
             x = self._columns(unit, columns, outputs, layout)
-            tap = partial(_product_tap, x, layout, unit.rows, self.examples)
+            tap = partial(_product_tap, x, layout, unit.rows, self.examples, self.dim)
             self.of[n].append(Recorded(edge, tap, self._source([(None, source), *factors])))
 
     def transposed(
@@ -142,11 +150,11 @@ class Uses:
             return
         for n, columns in self._by_unit(outputs, [(weight, x)]).items():
             unit, (i,) = self.units[n], columns
-            inputs = by_example(x.detach(), self.examples) if isinstance(x, Tensor) else x
+            inputs = self.by_example(x.detach()) if isinstance(x, Tensor) else x
             start = sum(p.numel() for p in unit.parameters[:i]) // unit.rows
             stop = start + unit.parameters[i].numel() // unit.rows
             padding = (start, unit.shape[1] - stop)
-            tap = partial(_transposed_tap, inputs, padding, counts, self.examples)
+            tap = partial(_transposed_tap, inputs, padding, counts, self.by_example)
             self.of[n].append(Recorded(self._edge(outputs), tap, self._source([(weight, x)])))
 
     def swapped(self, weight: Tensor) -> bool:
@@ -182,7 +190,7 @@ class Uses:
         found = self._by_unit(outputs, factors)
         edge = self._edge(outputs) if found else 0
         for n, columns in found.items():
-            tap = partial(_elementwise_tap, self.units[n], columns, self.examples)
+            tap = partial(_elementwise_tap, self.units[n], columns, self.examples, self.dim)
             self.of[n].append(Recorded(edge, tap))
 
     def by_module(self, site: Site, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
@@ -216,11 +224,13 @@ class Uses:
     ) -> Tensor | Inputs:
         """ā, (examples, places, columns), with zeros for parameters that this use does without."""
         parts: list[Tensor | Inputs] = []
-        lead = layout.by_example(layout.arranged(outputs.detach())[..., :1], self.examples)
+        lead = layout.by_example(
+            layout.arranged(outputs.detach())[..., :1], self.examples, self.dim
+        )
         for i, p in enumerate(unit.parameters):
             x = columns.get(i)
             if isinstance(x, Tensor):
-                parts.append(layout.by_example(x.detach(), self.examples))
+                parts.append(layout.by_example(x.detach(), self.examples, self.dim))
             elif x is not None:
                 parts.append(x)
             else:
@@ -241,18 +251,20 @@ class Uses:
         return next((x for _, x in factors if isinstance(x, Tensor)), None)
 
 
-def _product_tap(x: Tensor | Inputs, layout: Layout, rows: int, examples: int, g: Tensor) -> Tap:
-    return Tap(x, layout.grads(g, examples, rows), layout.counted(examples))
+def _product_tap(
+    x: Tensor | Inputs, layout: Layout, rows: int, examples: int, first: int, g: Tensor
+) -> Tap:
+    return Tap(x, layout.grads(g, examples, rows, first), layout.counted(examples, first))
 
 
 def _transposed_tap(
     x: Tensor | Inputs,
     padding: tuple[int, int],
     counts: Tensor | None,
-    examples: int,
+    by_example: Arrange,
     g: Tensor,
 ) -> Tap:
-    grads = by_example(g, examples) if counts is None else g.unsqueeze(1).expand(*counts.shape, -1)
+    grads = by_example(g) if counts is None else g.unsqueeze(1).expand(*counts.shape, -1)
     if any(padding):  # columns of V that this use does without
         grads = torch.nn.functional.pad(grads, padding)
     return Tap(x, grads, counts, transposed=True)
@@ -263,10 +275,10 @@ def _grouped_tap(x: Tensor, arrange: Arrange, g: Tensor) -> GroupedTap:
 
 
 def _elementwise_tap(
-    unit: Unit, columns: dict[int, Elementwise], examples: int, g: Tensor
+    unit: Unit, columns: dict[int, Elementwise], examples: int, dim: int, g: Tensor
 ) -> AnyTap:
     values = [
-        columns[i].gradients(g, p, examples) if i in columns else None
+        columns[i].gradients(g, p, examples, dim) if i in columns else None
         for i, p in enumerate(unit.parameters)
     ]
     only = values[0]

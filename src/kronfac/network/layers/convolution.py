@@ -16,7 +16,7 @@ from torch.nn import functional
 from kronfac.network.adapter import Layer, register
 from kronfac.network.blocks import Kind
 from kronfac.network.by_example import Layout
-from kronfac.network.functions import SeeFunctions, observes
+from kronfac.network.functions import SeeFunctions, not_a_view, observes
 
 PLACES = 1 / 4
 """The share of places that A is taken from: as good as all of them."""
@@ -128,7 +128,7 @@ def _observe(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    outputs = function(input, weight, bias, stride, padding, dilation, groups)
+    outputs = not_a_view(function(input, weight, bias, stride, padding, dilation, groups))
     if (derived := see.derived(weight)) is not None:
         see.give_up(derived.roots, function)
     if see.parameter(weight) is None and see.parameter(bias) is None:

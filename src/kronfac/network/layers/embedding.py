@@ -14,7 +14,6 @@ from kronfac.curvature import OneHot
 from kronfac.errors import UnsupportedModelError
 from kronfac.network.adapter import Layer, register
 from kronfac.network.blocks import Kind
-from kronfac.network.by_example import by_example
 from kronfac.network.functions import SeeFunctions, observes
 
 
@@ -47,24 +46,31 @@ def _record(
     see: SeeFunctions, outputs: Tensor, weight: Tensor, indices: Tensor, scale: Tensor | None
 ) -> None:
     index, factor = (
-        None if t is None else by_example(t.unsqueeze(-1), see.uses.examples).squeeze(-1)
+        None if t is None else see.uses.by_example(t.unsqueeze(-1)).squeeze(-1)
         for t in (indices, scale)
     )
     assert index is not None
     see.uses.transposed(outputs, weight, OneHot(index, len(weight), weight.dtype, factor))
 
 
-def _refuse(sparse: bool, by_frequency: bool) -> None:
+def _refusal(sparse: bool, by_frequency: bool) -> str:
+    """Why the gradients of a table are not those of the loss; empty if they are."""
     if sparse:
-        raise UnsupportedModelError(
+        return (
             "KFAC needs dense gradients, but an embedding was made with sparse=True, whose gradients are "
             "sparse. Make it with sparse=False; its curvature is kept as a diagonal over the vocabulary."
         )
     if by_frequency:
-        raise UnsupportedModelError(
+        return (
             "KFAC needs gradients of the loss, but an embedding was made with scale_grad_by_freq=True, "
             "which divides them by counts of the mini-batch. Make it without."
         )
+    return ""
+
+
+def _refuse(sparse: bool, by_frequency: bool) -> None:
+    if why := _refusal(sparse, by_frequency):
+        raise UnsupportedModelError(why)
 
 
 @observes(functional.embedding_bag)
@@ -140,6 +146,11 @@ class EmbeddingAdapter(Layer):
     def groups(self, module: nn.Module) -> list[tuple[str, ...]]:
         """The weight."""
         return [("weight",)]
+
+    def refusal(self, module: nn.Module) -> str:
+        """For its gradients."""
+        assert isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        return _refusal(module.sparse, module.scale_grad_by_freq)
 
 
 for _type in (nn.Embedding, nn.EmbeddingBag):

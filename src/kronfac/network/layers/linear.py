@@ -9,7 +9,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from kronfac.network.adapter import Layer, register
 from kronfac.network.by_example import Layout
-from kronfac.network.functions import SeeFunctions, observes
+from kronfac.network.functions import SeeFunctions, not_a_view, observes
 
 
 class LinearAdapter(Layer):
@@ -18,7 +18,7 @@ class LinearAdapter(Layer):
 
 @observes(functional.linear)
 def _linear(see: SeeFunctions, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    outputs = functional.linear(input, weight, bias)
+    outputs = not_a_view(functional.linear(input, weight, bias))
     _record(see, outputs, input, weight, bias, functional.linear)
     return outputs
 

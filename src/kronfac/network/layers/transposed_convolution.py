@@ -16,7 +16,7 @@ from torch.nn import functional
 from kronfac.network.adapter import Layer, register
 from kronfac.network.blocks import Kind
 from kronfac.network.by_example import Layout
-from kronfac.network.functions import SeeFunctions, observes
+from kronfac.network.functions import SeeFunctions, not_a_view, observes
 from kronfac.network.layers.convolution import Geometry, Patches, _by_group, _last, _tuple
 
 
@@ -73,7 +73,8 @@ def _observe(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Tensor:
-    outputs = function(input, weight, bias, stride, padding, output_padding, groups, dilation)
+    arguments = (stride, padding, output_padding, groups, dilation)
+    outputs = not_a_view(function(input, weight, bias, *arguments))
     if (derived := see.derived(weight)) is not None:
         see.give_up(derived.roots, function)
     own_weight, own_bias = see.parameter(weight), see.parameter(bias)
@@ -83,9 +84,9 @@ def _observe(
         see.give_up([own_weight], function)
         own_weight = None
     kernel = tuple(weight.shape[2:])
-    arguments = (_tuple(a, dims) for a in (stride, padding, dilation, output_padding))
+    given = (_tuple(a, dims) for a in (stride, padding, dilation, output_padding))
     batched = input if input.dim() == dims + 2 else input.unsqueeze(0)
-    x = _stretched(batched.detach(), kernel, *arguments)
+    x = _stretched(batched.detach(), kernel, *given)
     geometry = Geometry(kernel, (1,) * dims, _tuple(dilation, dims))
     if groups == 1:
         factors = [(own_weight, TurnedPatches(x, geometry)), (own_bias, None)]
