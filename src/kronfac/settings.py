@@ -36,8 +36,8 @@ STATISTICS_FRACTION, FISHER_FRACTION = 1 / 8, 1 / 4
 """τ₁ and τ₂, the paper's [MG15 §8], as shares of the mini-batch."""
 LEAST_ROWS = 250
 """Terms in S₁ and S₂ at the least, if their fractions are not given: examples, or tokens if an example has
-many. By the paper's fractions of a small mini-batch the factors and the curvature of the step would be those
-of a few terms; with these they cost no more than the gradient."""
+many. By the paper's fractions of a small mini-batch the factors and the curvature of the step would be
+those of a few terms; with these they cost no more than the gradient."""
 LEAST_EXAMPLES = 16
 """Examples at the least, however many terms each has: the terms of an example are alike."""
 
