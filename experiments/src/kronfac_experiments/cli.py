@@ -97,6 +97,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "small_step_command",
                 "a step of a small network over one of AdamW, and with dropout over without",
             ),
+            "network-step": Command(
+                "bench.network_step",
+                "NetworkStepConfig",
+                "network_step_command",
+                "a step of K-FAC over one of SGD on convolutions, attention and an LSTM",
+            ),
             "ordinary": Command(
                 "bench.ordinary",
                 "OrdinaryConfig",
