@@ -220,3 +220,17 @@ def test_the_model_is_left_as_it_was_if_it_fails():
     assert "forward" not in model[0].__dict__
     assert not any(module._forward_hooks for module in model.modules())
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_outputs_come_with_the_products():
+    """A pass for each direction and no further one: the passes compute the outputs too."""
+    model = nn.Sequential(mlp(WIDTHS), nn.LayerNorm(2, dtype=torch.float64))
+    network = network_of(model, Gaussian())
+    made = batch(network, normal(6, 4))
+    network.learned.compared = True
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    directions = [tuple(normal(*u.shape, seed=s) for u in network.units) for s in range(2)]
+    with torch.no_grad():
+        fisher_gram(network, made, directions)
+    assert len(seen) == 2

@@ -35,9 +35,11 @@ LONGEST_LAG = LONGEST_INTERVAL // 2
 STATISTICS_FRACTION, FISHER_FRACTION = 1 / 8, 1 / 4
 """τ₁ and τ₂, the paper's [MG15 §8], as shares of the mini-batch."""
 LEAST_ROWS = 250
-"""Examples in S₁ and S₂ at the least, if their fractions are not given. By the paper's fractions of a small
-mini-batch the factors and the curvature of the step would be those of a few examples; with these they cost
-no more than the gradient."""
+"""Terms in S₁ and S₂ at the least, if their fractions are not given: examples, or tokens if an example has
+many. By the paper's fractions of a small mini-batch the factors and the curvature of the step would be
+those of a few terms; with these they cost no more than the gradient."""
+LEAST_EXAMPLES = 16
+"""Examples at the least, however many terms each has: the terms of an example are alike."""
 
 
 class First(float):
@@ -110,17 +112,20 @@ class Settings:
         fractions = self.statistics_fraction, self.fisher_fraction
         return any(isinstance(fraction, First) for fraction in fractions)
 
-    def statistics_share(self, examples: int) -> float:
-        """τ₁ for a mini-batch of this size."""
-        return _share(self.statistics_fraction, STATISTICS_FRACTION, examples)
+    def statistics_share(self, examples: int, terms: int = 0) -> float:
+        """τ₁ for a mini-batch of this size, with more terms than examples if it is of sequences."""
+        return _share(self.statistics_fraction, STATISTICS_FRACTION, examples, terms)
 
-    def fisher_share(self, examples: int) -> float:
-        """τ₂ for a mini-batch of this size."""
-        return _share(self.fisher_fraction, FISHER_FRACTION, examples)
+    def fisher_share(self, examples: int, terms: int = 0) -> float:
+        """τ₂, the same."""
+        return _share(self.fisher_fraction, FISHER_FRACTION, examples, terms)
 
 
-def _share(chosen: float | None, usual: float, examples: int) -> float:
-    return max(usual, min(1.0, LEAST_ROWS / examples)) if chosen is None else chosen
+def _share(chosen: float | None, usual: float, examples: int, terms: int) -> float:
+    if chosen is not None:
+        return chosen
+    least = max(LEAST_ROWS / max(terms, examples), LEAST_EXAMPLES / examples)
+    return max(usual, min(1.0, least))
 
 
 # ---------------------------------------------------------------------------------------------- names

@@ -150,7 +150,8 @@ def _curvature_examples(
 ) -> tuple[Batch, Batch]:
     """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8]."""
     batch = evaluation.batch
-    fractions = settings.statistics_share(m.examples), settings.fisher_share(m.examples)
+    size = m.examples, batch.most_terms
+    fractions = settings.statistics_share(*size), settings.fisher_share(*size)
     if batch.random and not batch.traced:
         # Statistics and J v have to see the same masks, which depend on the examples of a pass.
         fractions = fractions[1], fractions[1]

@@ -255,3 +255,45 @@ def test_a_run_on_some_of_the_examples_learns(batch_first):
         loss = optimizer.step(closure)
     assert optimizer.report.examples == 24
     assert float(loss.detach()) < 0.7 * first
+
+
+class Averaged(nn.Module):
+    """BatchNorm, and a mean over the examples of its own if asked for."""
+
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.mixes = mixes
+        self.body = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.body(x)
+        return z - z.mean(dim=0) if self.mixes else z
+
+
+def test_some_examples_under_batch_norm_are_a_mini_batch_of_their_own():
+    x = normal(200, 4)
+    network, batch = recorded(Averaged(), lambda m: m(x), labels(200))
+    S1, S2 = subsets(network, batch, [20, 100], seeded())
+    assert (S1.examples, S2.examples) == (64, 100)  # no fewer to take statistics from
+    assert all(m.training for m in network.model.modules())
+    (call,) = S2.passes[0].calls
+    with network.buffers.preserved():
+        found, expected = S2.passes[0].run(network.model)[0], network.model(call.args[0])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    rows = {tuple(row.tolist()) for row in call.args[0]}
+    assert len(rows) == 100
+    assert rows <= {tuple(row.tolist()) for row in x}
+
+
+def test_batch_norm_hides_no_other_dependence_between_examples():
+    network, batch = recorded(Averaged(mixes=True), lambda m: m(normal(200, 4)), labels(200))
+    (some,) = subsets(network, batch, [100], seeded())
+    assert some.passes == batch.passes
+
+
+def test_micro_batches_under_batch_norm_are_used_whole():
+    """A few examples of each would be normalised by hardly any."""
+    network, batch = recorded(Averaged(), lambda m: m(normal(80, 4)), labels(80))
+    batch = Batch(batch.passes * 3)
+    (some,) = subsets(network, batch, [90], seeded())
+    assert [part.examples for part in some.passes] == [80, 80]

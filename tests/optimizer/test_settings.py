@@ -397,3 +397,42 @@ def test_where_the_model_predicts_a_rise_lambda_rises_whatever_the_ratio():
     assert optimizer.report.predicted_change > 0
     assert optimizer.report.rho > 1 / 4, "the loss did rise, as predicted"
     assert optimizer.report.lambda_ == pytest.approx(1 / 0.95)
+
+
+# ------------------------------------------------------------------------------- on how many examples
+
+
+@pytest.mark.parametrize(
+    ("examples", "terms", "expected"),
+    [
+        (512, 512, 250),  # at least 250 terms
+        (4000, 4000, 500),  # an eighth
+        (64, 64 * 64, 16),  # at least 16 sequences, which have 1,024 terms
+        (512, 512 * 64, 64),  # an eighth
+        (100, 400, 63),  # 250 terms are 62.5 examples
+        (8, 8 * 64, 8),
+    ],
+)
+def test_statistics_are_of_250_terms_and_16_examples_at_the_least(examples, terms, expected):
+    settings = KFAC(mlp([2, 2]), kronfac.Gaussian()).settings
+    assert math.ceil(settings.statistics_share(examples, terms) * examples - 1e-9) == expected
+
+
+def test_sequences_are_counted_by_their_terms():
+    """Of 64 sequences of 64 tokens statistics see 16."""
+    model = nn.Linear(3, 4)
+    optimizer = KFAC(model, nn.CrossEntropyLoss())
+    x, y = torch.randn(64, 64, 3), torch.randint(4, (64 * 64,))
+    seen = []
+    model.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    seen.clear()
+    optimizer.step(closure)
+    assert set(seen) == {64, 16}

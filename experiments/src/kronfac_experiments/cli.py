@@ -109,6 +109,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "orders_command",
                 "the end of a short run with its examples in several orders",
             ),
+            "network-step": Command(
+                "bench.network_step",
+                "NetworkStepConfig",
+                "network_step_command",
+                "a step of K-FAC over one of SGD on convolutions, attention and an LSTM",
+            ),
             "ordinary": Command(
                 "bench.ordinary",
                 "OrdinaryConfig",

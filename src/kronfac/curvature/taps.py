@@ -42,6 +42,10 @@ class Inputs(Protocol):
         """The inputs of some of the examples."""
         ...
 
+    def gradients(self, g: Tensor) -> Tensor:
+        """Σ_places g āᵀ of every example, (examples, rows, columns), for g (examples, places, rows)."""
+        ...
+
 
 @dataclass(frozen=True)
 class OneHot:
@@ -75,6 +79,10 @@ class OneHot:
         """Those of some examples."""
         scale = None if self.scale is None else self.scale[index]
         return replace(self, indices=self.indices[index], scale=scale)
+
+    def gradients(self, g: Tensor) -> Tensor:
+        """Σ_places g e_iᵀ of every example, (examples, features, size)."""
+        return g.mT @ self.all()
 
     def squares(self) -> Tensor:
         """Σ over the vectors of their squares, (size,)."""
@@ -153,7 +161,10 @@ class Tap:
 
     def gradients(self) -> Tensor:
         """Σ_places g āᵀ of every example, (examples, rows, columns)."""
-        product = self.grads.mT @ self.dense_inputs()
+        if isinstance(self.inputs, Tensor):
+            product = self.grads.mT @ self.inputs
+        else:
+            product = self.inputs.gradients(self.grads)
         return product.mT if self.transposed else product
 
     def squares(self) -> Tensor:

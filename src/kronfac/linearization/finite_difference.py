@@ -18,13 +18,21 @@ SHARE = 0.0625
 """Size of what v moves, in units of ‖θ‖: embeddings of size 0.02 stand beside scales of 1."""
 
 
-@torch.no_grad()
 def jvp(network: Network, part: Pass, directions: Sequence[Matrices]) -> list[Tensor]:
-    """J v at the raw outputs of every loss call, (k, …)."""
+    """J v alone."""
+    return outputs_and_jvp(network, part, directions)[1]
+
+
+@torch.no_grad()
+def outputs_and_jvp(
+    network: Network, part: Pass, directions: Sequence[Matrices]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The raw outputs of every loss call, up to ε², and J v there, (k, …)."""
     theta = network.theta()
     size = float(dot(theta, theta)) ** 0.5 or 1.0
     precision: float = SHARE * torch.finfo(network.dtype).eps ** (1 / 3)
     found: list[list[Tensor]] = []
+    values: list[Tensor] = []
     for direction in directions:
         norm = float(dot(direction, direction)) ** 0.5
         epsilon = precision * size / norm if norm > 0 else 1.0
@@ -34,4 +42,5 @@ def jvp(network: Network, part: Pass, directions: Sequence[Matrices]) -> list[Te
             with network.displaced(direction, -epsilon):
                 below = part.run(network.model)
         found.append([(a - b) / (2 * epsilon) for a, b in zip(above, below, strict=True)])
-    return [torch.stack(tangents) for tangents in zip(*found, strict=True)]
+        values = [(a + b) / 2 for a, b in zip(above, below, strict=True)]
+    return values, [torch.stack(tangents) for tangents in zip(*found, strict=True)]

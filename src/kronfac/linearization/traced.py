@@ -29,6 +29,7 @@ class Traced(Linearization):
     def __init__(self, network: Network, part: Pass) -> None:
         super().__init__(part)
         self._network = network
+        self._values: list[Tensor] | None = None
 
     @cached_property
     def _graph(self) -> tuple[list[Tensor], list[Tensor], Uses]:
@@ -50,6 +51,9 @@ class Traced(Linearization):
 
     @property
     def outputs(self) -> Sequence[Tensor]:
+        """Those that J v came with, if it was computed already: no graph is made for them."""
+        if self._values is not None:
+            return self._values
         return [end.detach() for end in self._graph[0]]
 
     @property
@@ -86,7 +90,8 @@ class Traced(Linearization):
         return found
 
     def _jvp(self, directions: Sequence[Matrices]) -> list[Tensor]:
-        tangents = jvp(self._network, self.part, directions)
+        values, tangents = outputs_and_jvp(self._network, self.part, directions)
+        self._values = [terms.matrix(z) for terms, z in zip(self.part.terms, values, strict=True)]
         return [terms.matrix(Jv) for terms, Jv in zip(self.part.terms, tangents, strict=True)]
 
     def _consistent(self, direction: Matrices, tangents: Sequence[Tensor]) -> bool:
@@ -136,12 +141,19 @@ class Traced(Linearization):
 
 def jvp(network: Network, part: Pass, directions: Sequence[Matrices]) -> list[Tensor]:
     """J v at the raw outputs of every loss call, (k, …): forward mode if the network has it."""
+    return outputs_and_jvp(network, part, directions)[1]
+
+
+def outputs_and_jvp(
+    network: Network, part: Pass, directions: Sequence[Matrices]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The same with the raw outputs themselves."""
     if network.learned.forward_mode:
         try:
-            return forward_mode.jvp(network, part, directions)
+            return forward_mode.outputs_and_jvp(network, part, directions)
         except (NotImplementedError, RuntimeError):
             # Operations without a forward-mode derivative; another error comes up again below.
-            found = finite_difference.jvp(network, part, directions)
+            found = finite_difference.outputs_and_jvp(network, part, directions)
             network.learned.forward_mode = False
             return found
-    return finite_difference.jvp(network, part, directions)
+    return finite_difference.outputs_and_jvp(network, part, directions)

@@ -31,6 +31,10 @@ class Augmented:
         assert isinstance(rows, Tensor)
         return torch.cat([rows, *(x[0, 0].expand(len(rows), -1) for x in self.columns)], dim=-1)
 
+    def gradients(self, g: Tensor) -> Tensor:
+        """Σ_places g āᵀ of every example."""
+        return torch.cat([self.inputs.gradients(g), *(g.mT @ x for x in self.columns)], dim=-1)
+
     def select(self, index: slice) -> "Augmented":
         """The inputs of some of the examples."""
         return Augmented(self.inputs.select(index), [x[index] for x in self.columns])

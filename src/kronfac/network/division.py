@@ -3,6 +3,9 @@
 A pass over a few examples has to give the outputs that they had among all. That is tried with parameters
 that are moved at random, so that nothing is independent of other examples only because a weight is still
 zero. What fails this, in any way, is used whole.
+
+BatchNorm, which makes examples depend on each other while it trains, is not meant by this: in the trial it
+normalises by its running statistics. Some of the examples are a smaller mini-batch then (`subset.py`).
 """
 
 import copy
@@ -130,13 +133,16 @@ def slicing(network: Network, part: Pass) -> str:
     """The same by its name."""
     if any(call.trace is not None for call in part.calls):
         return "every"
-    if any(isinstance(m, _BatchNorm) and m.training for m in network.model.modules()):
-        return "whole"  # examples depend on each other
     sizes = [replace(part, dim=dim).examples for dim in (0, 1)]
     key = _signature(part, sizes)
     if key not in network.learned.slicing:
         network.learned.slicing[key] = _try(network, part)
     return network.learned.slicing[key]
+
+
+def norms_in_training(model: nn.Module) -> list[nn.Module]:
+    """The BatchNorms that normalise by the examples that they are given."""
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
 
 
 def arrange(network: Network, batch: Batch) -> Batch:
@@ -191,12 +197,17 @@ def _moved(network: Network) -> Iterator[nn.Module]:
     except (RuntimeError, TypeError, AttributeError, NotImplementedError):
         model = network.model
     parameters = [p for p in model.parameters() if p.requires_grad]
+    training = norms_in_training(model)
     kept = [p.detach().clone() for p in parameters] if model is network.model else []
     try:
+        for norm in training:
+            norm.training = False
         with unseen_writes(parameters):
             _move(parameters)
         yield model
     finally:
+        for norm in training:
+            norm.training = True
         if kept:
             with unseen_writes(parameters):
                 for p, value in zip(parameters, kept, strict=True):

@@ -176,6 +176,11 @@ class Batch:
         """m, the examples of all passes."""
         return sum(part.examples for part in self.passes)
 
+    @cached_property
+    def most_terms(self) -> int:
+        """The terms of all passes, by the loss call of each that has the most of them."""
+        return sum(max(terms.count for terms in part.terms) for part in self.passes)
+
     @property
     def traced(self) -> bool:
         """Whether all passes have kept what they met, the masks that they drew among it."""

@@ -1,6 +1,8 @@
 """Some of the examples of a mini-batch: S₁ and S₂ [MG15 §8].
 
-Passes that can't be divided into their examples, see `division.py`, are used whole.
+Passes that can't be divided into their examples, see `division.py`, are used whole. With BatchNorm in
+`train()` some of the examples are a mini-batch of their own, normalised by their own statistics, as the
+user's smaller mini-batch would be.
 """
 
 import math
@@ -10,9 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kronfac.network.division import arrange, division_of, select
+from kronfac.network.division import arrange, division_of, norms_in_training, select
 from kronfac.network.network import Network
 from kronfac.network.program import Batch
+
+NORMALIZED = 64
+"""Examples at the least that BatchNorm takes its statistics from."""
 
 
 def sizes(batch: Batch, *fractions: float) -> list[int]:
@@ -37,6 +42,10 @@ def subsets(
     if min(counts) >= total:
         return [batch for _ in counts]
     divisions = [division_of(network, part) for part in batch.passes]
+    if norms_in_training(network.model):
+        if len(batch.passes) > 1:  # a few examples of each would have no statistics
+            return [_whole_passes(batch, count, generator) for count in counts]
+        counts = [max(count, min(NORMALIZED, total)) for count in counts]
     if any(
         part.examples > 1 and (division is None or division.dim != part.dim)
         for part, division in zip(batch.passes, divisions, strict=True)

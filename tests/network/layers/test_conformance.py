@@ -45,6 +45,10 @@ CONVOLUTIONS = {
         lambda: nn.ConvTranspose2d(2, 3, 3, stride=3, padding=2, output_padding=1, dilation=2),
         (N, 2, 4, 4),
     ),
+    "transposed, outputs that no input reaches": (
+        lambda: nn.ConvTranspose1d(2, 3, 2, stride=2, output_padding=2, dilation=3),
+        (N, 2, 4),
+    ),
     "transposed, groups": (
         lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2, padding=1),
         (N, 4, 3, 3),

@@ -51,6 +51,13 @@ class Geometry:
         assert len(sizes) == dims
         return x.as_strided((len(x), *sizes, x.shape[1], *self.kernel), strides, x.storage_offset())
 
+    def columns(self, x: Tensor) -> Tensor:
+        """The same as (examples, channels · kernel, places)."""
+        windows, dims = self.windows(x), len(self.kernel)
+        places = windows.shape[1 : 1 + dims].numel()
+        last = windows.permute(0, *range(1 + dims, windows.dim()), *range(1, 1 + dims))
+        return last.reshape(len(x), -1, places)
+
 
 @dataclass(frozen=True)
 class Patches:
@@ -70,6 +77,13 @@ class Patches:
     def all(self) -> Tensor:
         """All of them, (examples, places, columns)."""
         return self.geometry.windows(self.x).reshape(self.shape)
+
+    def gradients(self, g: Tensor) -> Tensor:
+        """Σ_places g āᵀ of every example, (examples, rows, columns).
+
+        Patches with their places last are copied along the rows of the image, many numbers at a time.
+        """
+        return g.mT @ self.geometry.columns(self.x).mT
 
     def rows(self) -> Tensor:
         """Some of them, (vectors, columns): evenly spaced places, each shifted from example to example."""

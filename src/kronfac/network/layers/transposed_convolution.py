@@ -6,6 +6,7 @@ a matrix (out, in / groups · kernel) that is multiplied with patches.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,8 +45,41 @@ def _turned(patches: Tensor, kernel: tuple[int, ...]) -> Tensor:
     return turned
 
 
+@dataclass(frozen=True)
 class TurnedPatches(Patches):
-    """Patches with the kernel turned round."""
+    """Patches of the stretched input with the kernel turned round."""
+
+    source: Tensor  # the input, (examples, channels, …)
+    spread: Geometry
+    """How a place of the input is spread over the padded outputs."""
+    padding: tuple[int, ...]
+    outputs: torch.Size
+    """Sizes of the outputs' places."""
+
+    def gradients(self, g: Tensor) -> Tensor:
+        """Σ_places g āᵀ of every example, (examples, rows, columns).
+
+        By the input's own places: Σ_p x_p times the patch of g that p was spread over. The input has fewer
+        of them, and nothing is multiplied with the zeros in between.
+        """
+        rows = g.shape[-1]
+        image = g.mT.unflatten(-1, self.outputs)
+        padded = functional.pad(image, [p for p in reversed(self.padding) for _ in range(2)])
+        windows = self.spread.windows(padded)
+        for dim, length in enumerate(self.source.shape[2:], start=1):
+            windows = windows.narrow(dim, 0, length)  # more of them with a large output_padding
+        dims = len(self.padding)
+        last = windows.permute(0, *range(1 + dims, windows.dim()), *range(1, 1 + dims))
+        columns = last.reshape(
+            len(g), -1, self.source.shape[2:].numel()
+        )  # (examples, rows · kernel, p)
+        product = self.source.flatten(2) @ columns.mT  # (examples, channels, rows · kernel)
+        by_row: Tensor = product.unflatten(-1, (rows, -1)).transpose(1, 2)
+        return by_row.reshape(len(g), rows, -1)
+
+    def select(self, index: slice) -> "TurnedPatches":
+        """The patches of some of the examples."""
+        return replace(self, x=self.x[index], source=self.source[index])
 
     def all(self) -> Tensor:
         """All of them, (examples, places, columns)."""
@@ -89,11 +123,14 @@ def _observe(
     x = _stretched(batched.detach(), kernel, *given)
     geometry = Geometry(kernel, (1,) * dims, _tuple(dilation, dims))
     if groups == 1:
-        factors = [(own_weight, TurnedPatches(x, geometry)), (own_bias, None)]
+        spread = replace(geometry, stride=_tuple(stride, dims))
+        sizes = outputs.shape[-dims:]
+        patches = TurnedPatches(x, geometry, batched.detach(), spread, _tuple(padding, dims), sizes)
+        factors = [(own_weight, patches), (own_bias, None)]
         see.uses.product(outputs, factors, Layout(partial(_last, dims=dims)), input)
         return outputs
     apart = x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)
-    columns = TurnedPatches(apart, geometry).all().unflatten(0, (groups, -1))
+    columns = _turned(Patches(apart, geometry).all(), kernel).unflatten(0, (groups, -1))
     arrange = partial(_by_group, groups=groups, dims=dims)
     see.uses.grouped(outputs, [(own_weight, columns), (own_bias, None)], arrange, input)
     return outputs
