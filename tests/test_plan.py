@@ -374,7 +374,8 @@ def test_fused_kernels_are_counted_as_the_products_in_them():
     network, x = optimizer.network, torch.randn(6, steps, a)
     batch = record_example(model, network, x, None, nullcontext)
     found = survey(discover(network, batch.passes[0]), batch, optimizer.settings.inverse)
-    assert found.forward == steps * 4 * b * (a + b)
+    # Its uses are seen: the columns of V, those of both biases among them.
+    assert found.forward == steps * 4 * b * (a + 1 + b + 1)
 
 
 def test_fewer_examples_cost_less():

@@ -46,6 +46,7 @@ class Part:
 
     a: list[torch.Tensor]
     g: list[torch.Tensor]
+    interleaved = False
 
     @property
     def examples(self):
