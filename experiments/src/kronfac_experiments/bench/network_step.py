@@ -30,6 +30,8 @@ from kronfac_experiments.plain_steps import GradientSteps, KfacSteps, Steps
 Name = Literal["cnn", "resnet", "conv_autoencoder", "gpt", "lstm", "tabular"]
 COUNTED = 5
 """Steps of K-FAC whose operations are counted: ρ is measured in one of them."""
+FUSED = {"lstm"}
+"""Networks with kernels whose operations torch does not count."""
 PARTS = ("gradient", "statistics", "fisher_products", "reduction_ratio", "inverse")
 
 
@@ -165,7 +167,7 @@ def _document(config: NetworkStepConfig, trials: list[NetworkStepTrial]) -> Docu
                 f"{trial.batch}",
                 f"{ratio:.2f}",
                 f"{min(trial.ratios):.2f} – {max(trial.ratios):.2f}",
-                f"{trial.counted:.2f}",
+                "–" if trial.name in FUSED else f"{trial.counted:.2f}",
                 f"{1e3 * median(trial.kfac):.0f}",
                 f"{1e3 * median(trial.sgd):.0f}",
                 f"{trial.first:.1f}",
