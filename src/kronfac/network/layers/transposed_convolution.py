@@ -85,7 +85,7 @@ def _observe(
     kernel = tuple(weight.shape[2:])
     given = (_tuple(a, dims) for a in (stride, padding, dilation, output_padding))
     batched = input if input.dim() == dims + 2 else input.unsqueeze(0)
-    x = _stretched(batched.detach(), kernel, *given)
+    x = _stretched(batched.detach().to(weight.dtype), kernel, *given)
     geometry = Geometry(kernel, (1,) * dims, _tuple(dilation, dims))
     if groups == 1:
         factors = [(own_weight, TurnedPatches(x, geometry)), (own_bias, None)]
