@@ -54,7 +54,7 @@ def compare(evaluation: Evaluation, gradient: Matrices) -> Verdict | None:
         return None
     found = zip(network.units, gradient, *_gradients(network, evaluation.batch.passes), strict=True)
     free = [part for part in found if not hooked(part[0].parameters)]
-    units, gradient, seen, rebuilt, summed = zip(*free, strict=True)
+    units, gradient, seen, rebuilt, summed, half = zip(*free, strict=True)
     precision = torch.finfo(network.dtype).eps
     tolerance, rounding = TOLERANCE * precision**0.5, ROUNDING * precision
     product, square = float(dot(seen, gradient)), float(dot(seen, seen))
@@ -70,7 +70,7 @@ def compare(evaluation: Evaluation, gradient: Matrices) -> Verdict | None:
         return Verdict(others=_differing(units, gradient, seen, allowed[0], noises))
     known = [s if r is None else r for s, r in zip(seen, rebuilt, strict=True)]
     noises = [rounding * part for part in summed]
-    unseen = _differing(units, seen, known, tolerance, noises)
+    unseen = _differing(units, seen, known, MIXED_TOLERANCE if any(half) else tolerance, noises)
     if mixed:
         scale = _scale_in_half_precision(evaluation, scale)
     elif abs(scale - 1) <= allowed[0] + noise / square**0.5:
@@ -114,25 +114,27 @@ def _norm(V: Tensor) -> float:
 
 def _gradients(
     network: Network, passes: Sequence[Pass]
-) -> tuple[Matrices, list[Tensor | None], list[float]]:
+) -> tuple[Matrices, list[Tensor | None], list[float], list[bool]]:
     """The gradient of the loss calls, and the one rebuilt from the uses, unit by unit.
 
-    Also Σ ‖g‖ ‖ā‖ of every unit, the size of what the rebuilt one is a sum of.
+    Also Σ ‖g‖ ‖ā‖ of every unit, the size of what the rebuilt one is a sum of; and whether uses are in half
+    precision, by an autocast of the model's own.
     """
     total = [torch.zeros(u.shape, dtype=u.dtype, device=network.device) for u in network.units]
     rebuilt: list[Tensor | None] = [None] * len(total)
-    sizes = [0.0] * len(total)
+    sizes, half = [0.0] * len(total), False
     for part in passes:
         view = Traced(network, part)
         slopes = _slopes(view, part)
         for sum_, V in zip(total, view.vjp(slopes), strict=True):
             sum_.add_(V)
+        half = half or view.half_precision
         for n, taps in enumerate(view.taps(slopes)):
             own, size = _rebuilt(taps, total[n])
             before = rebuilt[n]
             rebuilt[n] = own if own is None or before is None else before + own
             sizes[n] += size
-    return tuple(total), rebuilt, sizes
+    return tuple(total), rebuilt, sizes, [half] * len(total)
 
 
 def unseen_uses(

@@ -11,7 +11,6 @@ from tests.layers.kinds import KINDS
 from tests.layers.problems import classification, regression
 
 # A layer that K-FAC does not understand yet has a diagonal block, which it says.
-pytestmark = pytest.mark.filterwarnings("ignore:KFAC does not see all uses of")
 
 LIMITS = {
     "default": Blocks(),

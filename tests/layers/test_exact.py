@@ -18,7 +18,6 @@ from tests.layers.problems import Problem, classification, regression
 from tests.layers.truth import OwnLinear, OwnProduct, Positions
 
 # A layer that K-FAC does not understand yet has a diagonal block, which it says.
-pytestmark = pytest.mark.filterwarnings("ignore:KFAC does not see all uses of")
 
 
 class Last(nn.Module):

@@ -61,6 +61,11 @@ class Traced(Linearization):
         units, uses = self._network.units, self._graph[2]
         return any(not unit.observed for unit in units) or uses.summed
 
+    @property
+    def half_precision(self) -> bool:
+        """Whether the model uses parameters in half precision."""
+        return self._graph[2].half_precision
+
     def taps(self, vectors: Sequence[Tensor | None]) -> list[Taps]:
         """Not at the weights of units with uses, whose products autograd then leaves out."""
         units, uses = self._network.units, self._graph[2]

@@ -104,8 +104,14 @@ class Uses:
             g = grads[use.edge]
             if g is None:
                 g = self._like[use.edge].new_zeros(self.outputs[use.edge])
-            found.append(use.tap(g.detach()))
+            # Outputs may be in half precision.
+            found.append(use.tap(g.detach().to(self.units[unit].dtype)))
         return found
+
+    @property
+    def half_precision(self) -> bool:
+        """Whether some outputs have few digits: a model may have an autocast of its own."""
+        return any(like.dtype in (torch.float16, torch.bfloat16) for like in self._like)
 
     def by_example(self, x: Tensor) -> Tensor:
         """(examples, places, features) from (…, features)."""
@@ -150,7 +156,7 @@ class Uses:
             return
         for n, columns in self._by_unit(outputs, [(weight, x)]).items():
             unit, (i,) = self.units[n], columns
-            inputs = self.by_example(x.detach()) if isinstance(x, Tensor) else x
+            inputs = self.by_example(x.detach().to(unit.dtype)) if isinstance(x, Tensor) else x
             start = sum(p.numel() for p in unit.parameters[:i]) // unit.rows
             stop = start + unit.parameters[i].numel() // unit.rows
             padding = (start, unit.shape[1] - stop)
@@ -179,7 +185,7 @@ class Uses:
                 if not isinstance(x, Tensor):  # a bias, or a parameter that this use does without
                     value, width = 1.0 if i in columns else 0.0, p.numel() // unit.rows
                     x = lead.new_full((), value).expand(*lead.shape[:-1], width)
-                parts.append(x.detach())
+                parts.append(x.detach().to(unit.dtype))
             tap = partial(_grouped_tap, torch.cat(parts, dim=-1), arrange)
             self.of[n].append(Recorded(edge, tap, source if self._keep else None))
 
@@ -230,13 +236,14 @@ class Uses:
         for i, p in enumerate(unit.parameters):
             x = columns.get(i)
             if isinstance(x, Tensor):
-                parts.append(layout.by_example(x.detach(), self.examples, self.dim))
+                parts.append(layout.by_example(x.detach().to(unit.dtype), self.examples, self.dim))
             elif x is not None:
                 parts.append(x)
             else:
                 value = 1.0 if i in columns else 0.0
                 width = p.numel() // unit.rows
-                parts.append(lead.new_full((), value).expand(*lead.shape[:2], width))
+                ones = lead.new_full((), value, dtype=unit.dtype)
+                parts.append(ones.expand(*lead.shape[:2], width))
         if len(parts) == 1:
             return parts[0]
         first, *rest = parts

@@ -149,7 +149,7 @@ def _observe(
         return outputs
     geometry = Geometry(tuple(weight.shape[2:]), _tuple(stride, dims), _tuple(dilation, dims))
     batched = input if input.dim() == dims + 2 else input.unsqueeze(0)
-    x = _padded(batched.detach(), padding, geometry)
+    x = _padded(batched.detach().to(weight.dtype), padding, geometry)
     factors = [see.parameter(weight), see.parameter(bias)]
     if groups == 1:
         patches = Patches(x, geometry)

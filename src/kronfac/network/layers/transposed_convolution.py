@@ -120,12 +120,13 @@ def _observe(
     kernel = tuple(weight.shape[2:])
     given = (_tuple(a, dims) for a in (stride, padding, dilation, output_padding))
     batched = input if input.dim() == dims + 2 else input.unsqueeze(0)
-    x = _stretched(batched.detach(), kernel, *given)
+    source = batched.detach().to(weight.dtype)
+    x = _stretched(source, kernel, *given)
     geometry = Geometry(kernel, (1,) * dims, _tuple(dilation, dims))
     if groups == 1:
         spread = replace(geometry, stride=_tuple(stride, dims))
         sizes = outputs.shape[-dims:]
-        patches = TurnedPatches(x, geometry, batched.detach(), spread, _tuple(padding, dims), sizes)
+        patches = TurnedPatches(x, geometry, source, spread, _tuple(padding, dims), sizes)
         factors = [(own_weight, patches), (own_bias, None)]
         see.uses.product(outputs, factors, Layout(partial(_last, dims=dims)), input)
         return outputs
