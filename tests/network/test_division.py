@@ -1,5 +1,7 @@
 """How passes are divided: along the right dimension or not at all, whatever the layout."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -125,7 +127,12 @@ class NotCopied(Gated):
         raise TypeError("holds a file")
 
 
-@pytest.mark.parametrize("kind", [Gated, NotCopied])
+class NotCopiedEither(Gated):
+    def __deepcopy__(self, memo: object) -> nn.Module:
+        raise copy.Error("holds something else")
+
+
+@pytest.mark.parametrize("kind", [Gated, NotCopied, NotCopiedEither])
 def test_a_gate_that_is_still_closed_does_not_hide_that_examples_depend_on_each_other(kind):
     model = kind()
     before = [p.detach().clone() for p in model.double().parameters()]
@@ -134,6 +141,23 @@ def test_a_gate_that_is_still_closed_does_not_hide_that_examples_depend_on_each_
     assert slicing(network, batch.passes[0]) == "whole"
     assert all(map(torch.equal, model.parameters(), before))
     assert [p._version for p in model.parameters()] == versions
+
+
+def test_frozen_parameters_are_not_copied_for_the_trial(monkeypatch):
+    copied: list[torch.Size] = []
+    deepcopy = nn.Parameter.__deepcopy__
+
+    def counted(p: nn.Parameter, memo: dict[int, object]) -> nn.Parameter:
+        if id(p) not in memo:
+            copied.append(p.shape)
+        return deepcopy(p, memo)
+
+    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, C))
+    model[0].requires_grad_(False)
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", counted)
+    network, batch = recorded(model, lambda m: m(normal(6, 4)), labels(6))
+    assert slicing(network, batch.passes[0]) == "every"
+    assert copied == [(C, 7), (C,)]
 
 
 @pytest.mark.parametrize("examples", [2, 3, 6])

@@ -190,11 +190,13 @@ def _try(network: Network, part: Pass) -> str:
 def _moved(network: Network) -> Iterator[nn.Module]:
     """The model with parameters of no particular value: a copy, so that other threads see none of it.
 
-    A model that can't be copied is moved itself, and put back to the bit.
+    Frozen parameters are not copied, but shared: adapters of a large model are small. A model that can't be
+    copied, for whatever reason its own code has, is moved itself, and put back to the bit.
     """
+    frozen = {id(p): p for p in network.model.parameters() if not p.requires_grad}
     try:
-        model = copy.deepcopy(network.model)
-    except (RuntimeError, TypeError, AttributeError, NotImplementedError):
+        model = copy.deepcopy(network.model, dict[int, Any](frozen))
+    except Exception:
         model = network.model
     parameters = [p for p in model.parameters() if p.requires_grad]
     training = norms_in_training(model)
