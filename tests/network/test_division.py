@@ -143,6 +143,30 @@ def test_a_gate_that_is_still_closed_does_not_hide_that_examples_depend_on_each_
     assert [p._version for p in model.parameters()] == versions
 
 
+class Bounded(nn.Module):
+    """Has a parameter that is valid within bounds alone."""
+
+    def __init__(self, upper: float) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, C), nn.Parameter(torch.full((20, 1), 0.05))
+        self.upper = upper
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not ((self.scale > 0) & (self.scale < self.upper)).all():
+            raise ValueError("the scale is out of bounds")
+        return self.linear(x) / self.scale.mean()
+
+
+def test_positive_parameters_stay_positive_in_the_trial():
+    network, batch = recorded(Bounded(10), lambda m: m(normal(6, 4)), labels(6))
+    assert slicing(network, batch.passes[0]) == "every"
+
+
+def test_a_model_that_refuses_to_be_moved_is_used_whole():
+    network, batch = recorded(Bounded(0.1), lambda m: m(normal(6, 4)), labels(6))
+    assert slicing(network, batch.passes[0]) == "whole"
+
+
 def test_frozen_parameters_are_not_copied_for_the_trial(monkeypatch):
     copied: list[torch.Size] = []
     deepcopy = nn.Parameter.__deepcopy__

@@ -179,7 +179,10 @@ def _try(network: Network, part: Pass) -> str:
     with NoDropout(), _moved(network) as model, warnings.catch_warnings():
         # Targets that were not divided as the outputs were: torch's element-wise losses only warn.
         warnings.simplefilter("ignore")
-        whole = part.run(model)
+        try:
+            whole = part.run(model)
+        except Exception:
+            return "whole"  # not all values that parameters may be moved to are valid
         for name, division in DIVISIONS.items():
             if _divides(model, replace(part, dim=division.dim), division, whole):
                 return name
@@ -221,7 +224,9 @@ def _move(parameters: Sequence[nn.Parameter]) -> None:
     for p in parameters:
         size = MOVED / max(p[0].numel(), 1) ** 0.5 if p.dim() > 1 else MOVED
         noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        p.add_(noise.to(p.device), alpha=size)
+        moved = p + size * noise.to(p.device)
+        # With the sign that it has: variances and the like stay valid.
+        p.copy_(torch.where(p == 0, moved, torch.copysign(moved, p)))
 
 
 def _divides(model: nn.Module, part: Pass, division: Division, whole: Sequence[Tensor]) -> bool:
