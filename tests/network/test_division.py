@@ -184,6 +184,16 @@ def test_frozen_parameters_are_not_copied_for_the_trial(monkeypatch):
     assert copied == [(C, 7), (C,)]
 
 
+def test_sequences_of_other_lengths_need_no_trial_of_their_own():
+    model = Recurrent(batch_first=True)
+    network, _ = recorded(model, flattened(normal(6, 5, 4)), labels(30))
+    for length in (8, 9, 11):
+        with record(model, network.objective) as recording:
+            F.cross_entropy(flattened(normal(6, length, 4))(model), labels(6 * length)).backward()
+        arrange(network, recording.batch())
+    assert list(network.learned.slicing.values()) == ["every"]
+
+
 @pytest.mark.parametrize("examples", [2, 3, 6])
 def test_two_calls_whose_outputs_are_concatenated(examples):
     """Terms of an example do not stand together: n and N + n are of example n."""

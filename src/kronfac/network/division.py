@@ -169,7 +169,11 @@ def _signature(part: Pass, sizes: Sequence[int]) -> object:
         else None
         for leaf in leaves
     )
-    terms = tuple((len(t.shape), *(divmod(t.count, n) for n in sizes)) for t in part.terms)
+    # Not how many terms an example has: sequences of other lengths need no trial of their own.
+    terms = tuple(
+        (len(t.shape), t.count == 0, *((t.count % n == 0, t.count == n) for n in sizes))
+        for t in part.terms
+    )
     paths = tuple(call.path for call in part.calls)
     return str(spec), shapes, paths, terms, tuple(n > 1 for n in sizes)
 
