@@ -17,6 +17,7 @@ from kronfac.curvature import AnyTap, ElementwiseTap, GroupedTap, Inputs, OneHot
 from kronfac.network.augmented import Augmented
 from kronfac.network.by_example import PLAIN, Arrange, Layout, by_example, sum_to_shape
 from kronfac.network.find import Site
+from kronfac.network.regrouped import Regrouped
 from kronfac.network.unit import Unit
 
 Factor = Tensor | Inputs | None
@@ -176,7 +177,7 @@ class Uses:
     ) -> None:
         """The same as `product` for rows in groups: x is (groups, examples, places, columns)."""
         found = self._by_unit(outputs, factors)
-        edge = self._edge(outputs) if found else 0
+        edge = self._edge(outputs, Layout(arrange, dim=1)) if found else 0
         for n, columns in found.items():
             unit, lead = self.units[n], arrange(outputs.detach())
             parts = []
@@ -186,7 +187,7 @@ class Uses:
                     value, width = 1.0 if i in columns else 0.0, p.numel() // unit.rows
                     x = lead.new_full((), value).expand(*lead.shape[:-1], width)
                 parts.append(x.detach().to(unit.dtype))
-            tap = partial(_grouped_tap, torch.cat(parts, dim=-1), arrange)
+            tap = partial(_grouped_tap, torch.cat(parts, dim=-1), arrange, self.examples)
             self.of[n].append(Recorded(edge, tap, source if self._keep else None))
 
     def elementwise(
@@ -238,7 +239,7 @@ class Uses:
             if isinstance(x, Tensor):
                 parts.append(layout.by_example(x.detach().to(unit.dtype), self.examples, self.dim))
             elif x is not None:
-                parts.append(x)
+                parts.append(x if x.shape[0] == len(lead) else Regrouped(x, len(lead)))
             else:
                 value = 1.0 if i in columns else 0.0
                 width = p.numel() // unit.rows
@@ -277,8 +278,9 @@ def _transposed_tap(
     return Tap(x, grads, counts, transposed=True)
 
 
-def _grouped_tap(x: Tensor, arrange: Arrange, g: Tensor) -> GroupedTap:
-    return GroupedTap(x, arrange(g))
+def _grouped_tap(x: Tensor, arrange: Arrange, examples: int, g: Tensor) -> GroupedTap:
+    by_group = (torch.stack([by_example(t, examples, 0) for t in u]) for u in (x, arrange(g)))
+    return GroupedTap(*by_group)
 
 
 def _elementwise_tap(
