@@ -211,7 +211,8 @@ class Uses:
     ) -> dict[int, dict[int, Any]]:
         """For every unit that is used, what each of its parameters is multiplied with."""
         found: dict[int, dict[int, Any]] = {}
-        if not outputs.requires_grad:  # no gradient goes through it
+        empty = not outputs.numel() and self.examples  # an expert that no example was sent to
+        if empty or not outputs.requires_grad:
             return found
         for p, x in factors:
             if p is not None and id(p) in self._place:
@@ -254,9 +255,8 @@ class Uses:
         return Augmented(first, tensors)
 
     def _source(self, factors: Sequence[tuple[Tensor | None, Factor]]) -> Tensor | None:
-        if not self._keep:
-            return None
-        return next((x for _, x in factors if isinstance(x, Tensor)), None)
+        tensors = (x for _, x in factors if self._keep and isinstance(x, Tensor))
+        return next(tensors, None)
 
 
 def _product_tap(
