@@ -1,5 +1,6 @@
 """`kronfac.plan`: what it says is what happens, and nothing is touched."""
 
+import gc
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -418,3 +419,17 @@ def test_verbose_prints_it_before_the_first_step_and_once(capsys):
 )
 def test_bytes_are_readable(count, text):
     assert readable(count) == text
+
+
+@pytest.mark.parametrize("make", [perceptron, convolutions])
+def test_no_graph_is_left_of_a_plan(make):
+    def graphs() -> int:
+        gc.collect()
+        # By type: `isinstance` wakes up lazy objects that warn.
+        found = (o for o in gc.get_objects() if issubclass(type(o), Tensor))
+        return sum(tensor.grad_fn is not None for tensor in found)
+
+    before = graphs()
+    x = torch.randn(8, 20) if make is perceptron else torch.randn(8, 3, 8, 8)
+    plan(make(), nn.CrossEntropyLoss(), x)
+    assert graphs() == before

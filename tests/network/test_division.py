@@ -1,5 +1,7 @@
 """How passes are divided: along the right dimension or not at all, whatever the layout."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -125,7 +127,12 @@ class NotCopied(Gated):
         raise TypeError("holds a file")
 
 
-@pytest.mark.parametrize("kind", [Gated, NotCopied])
+class NotCopiedEither(Gated):
+    def __deepcopy__(self, memo: object) -> nn.Module:
+        raise copy.Error("holds something else")
+
+
+@pytest.mark.parametrize("kind", [Gated, NotCopied, NotCopiedEither])
 def test_a_gate_that_is_still_closed_does_not_hide_that_examples_depend_on_each_other(kind):
     model = kind()
     before = [p.detach().clone() for p in model.double().parameters()]
@@ -134,6 +141,57 @@ def test_a_gate_that_is_still_closed_does_not_hide_that_examples_depend_on_each_
     assert slicing(network, batch.passes[0]) == "whole"
     assert all(map(torch.equal, model.parameters(), before))
     assert [p._version for p in model.parameters()] == versions
+
+
+class Bounded(nn.Module):
+    """Has a parameter that is valid within bounds alone."""
+
+    def __init__(self, upper: float) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, C), nn.Parameter(torch.full((20, 1), 0.05))
+        self.upper = upper
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not ((self.scale > 0) & (self.scale < self.upper)).all():
+            raise ValueError("the scale is out of bounds")
+        return self.linear(x) / self.scale.mean()
+
+
+def test_positive_parameters_stay_positive_in_the_trial():
+    network, batch = recorded(Bounded(10), lambda m: m(normal(6, 4)), labels(6))
+    assert slicing(network, batch.passes[0]) == "every"
+
+
+def test_a_model_that_refuses_to_be_moved_is_used_whole():
+    network, batch = recorded(Bounded(0.1), lambda m: m(normal(6, 4)), labels(6))
+    assert slicing(network, batch.passes[0]) == "whole"
+
+
+def test_frozen_parameters_are_not_copied_for_the_trial(monkeypatch):
+    copied: list[torch.Size] = []
+    deepcopy = nn.Parameter.__deepcopy__
+
+    def counted(p: nn.Parameter, memo: dict[int, object]) -> nn.Parameter:
+        if id(p) not in memo:
+            copied.append(p.shape)
+        return deepcopy(p, memo)
+
+    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, C))
+    model[0].requires_grad_(False)
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", counted)
+    network, batch = recorded(model, lambda m: m(normal(6, 4)), labels(6))
+    assert slicing(network, batch.passes[0]) == "every"
+    assert copied == [(C, 7), (C,)]
+
+
+def test_sequences_of_other_lengths_need_no_trial_of_their_own():
+    model = Recurrent(batch_first=True)
+    network, _ = recorded(model, flattened(normal(6, 5, 4)), labels(30))
+    for length in (8, 9, 11):
+        with record(model, network.objective) as recording:
+            F.cross_entropy(flattened(normal(6, length, 4))(model), labels(6 * length)).backward()
+        arrange(network, recording.batch())
+    assert list(network.learned.slicing.values()) == ["every"]
 
 
 @pytest.mark.parametrize("examples", [2, 3, 6])

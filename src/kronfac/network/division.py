@@ -169,7 +169,11 @@ def _signature(part: Pass, sizes: Sequence[int]) -> object:
         else None
         for leaf in leaves
     )
-    terms = tuple((len(t.shape), *(divmod(t.count, n) for n in sizes)) for t in part.terms)
+    # Not how many terms an example has: sequences of other lengths need no trial of their own.
+    terms = tuple(
+        (len(t.shape), t.count == 0, *((t.count % n == 0, t.count == n) for n in sizes))
+        for t in part.terms
+    )
     paths = tuple(call.path for call in part.calls)
     return str(spec), shapes, paths, terms, tuple(n > 1 for n in sizes)
 
@@ -179,7 +183,10 @@ def _try(network: Network, part: Pass) -> str:
     with NoDropout(), _moved(network) as model, warnings.catch_warnings():
         # Targets that were not divided as the outputs were: torch's element-wise losses only warn.
         warnings.simplefilter("ignore")
-        whole = part.run(model)
+        try:
+            whole = part.run(model)
+        except Exception:
+            return "whole"  # not all values that parameters may be moved to are valid
         for name, division in DIVISIONS.items():
             if _divides(model, replace(part, dim=division.dim), division, whole):
                 return name
@@ -190,11 +197,13 @@ def _try(network: Network, part: Pass) -> str:
 def _moved(network: Network) -> Iterator[nn.Module]:
     """The model with parameters of no particular value: a copy, so that other threads see none of it.
 
-    A model that can't be copied is moved itself, and put back to the bit.
+    Frozen parameters are not copied, but shared: adapters of a large model are small. A model that can't be
+    copied, for whatever reason its own code has, is moved itself, and put back to the bit.
     """
+    frozen = {id(p): p for p in network.model.parameters() if not p.requires_grad}
     try:
-        model = copy.deepcopy(network.model)
-    except (RuntimeError, TypeError, AttributeError, NotImplementedError):
+        model = copy.deepcopy(network.model, dict[int, Any](frozen))
+    except Exception:
         model = network.model
     parameters = [p for p in model.parameters() if p.requires_grad]
     training = norms_in_training(model)
@@ -219,7 +228,9 @@ def _move(parameters: Sequence[nn.Parameter]) -> None:
     for p in parameters:
         size = MOVED / max(p[0].numel(), 1) ** 0.5 if p.dim() > 1 else MOVED
         noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        p.add_(noise.to(p.device), alpha=size)
+        moved = p + size * noise.to(p.device)
+        # With the sign that it has: variances and the like stay valid.
+        p.copy_(torch.where(p == 0, moved, torch.copysign(moved, p)))
 
 
 def _divides(model: nn.Module, part: Pass, division: Division, whole: Sequence[Tensor]) -> bool:

@@ -112,9 +112,8 @@ class SeeFunctions(TorchFunctionMode):
             if self.parameter(value) is not None:
                 continue  # itself, as `to` gives it back
             if alone:
-                self._derived[id(value)] = Derived(
-                    value, tuple(roots), _transposes(func, args) and len(roots) == 1
-                )
+                own = _transposes(func, args) and self.parameter(args[0]) is not None
+                self._derived[id(value)] = Derived(value, tuple(roots), own)
             else:
                 self.give_up(roots, func)
 

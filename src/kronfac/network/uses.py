@@ -17,6 +17,7 @@ from kronfac.curvature import AnyTap, ElementwiseTap, GroupedTap, Inputs, OneHot
 from kronfac.network.augmented import Augmented
 from kronfac.network.by_example import PLAIN, Arrange, Layout, by_example, sum_to_shape
 from kronfac.network.find import Site
+from kronfac.network.regrouped import Regrouped
 from kronfac.network.unit import Unit
 
 Factor = Tensor | Inputs | None
@@ -176,7 +177,7 @@ class Uses:
     ) -> None:
         """The same as `product` for rows in groups: x is (groups, examples, places, columns)."""
         found = self._by_unit(outputs, factors)
-        edge = self._edge(outputs) if found else 0
+        edge = self._edge(outputs, Layout(arrange, dim=1)) if found else 0
         for n, columns in found.items():
             unit, lead = self.units[n], arrange(outputs.detach())
             parts = []
@@ -186,7 +187,7 @@ class Uses:
                     value, width = 1.0 if i in columns else 0.0, p.numel() // unit.rows
                     x = lead.new_full((), value).expand(*lead.shape[:-1], width)
                 parts.append(x.detach().to(unit.dtype))
-            tap = partial(_grouped_tap, torch.cat(parts, dim=-1), arrange)
+            tap = partial(_grouped_tap, torch.cat(parts, dim=-1), arrange, self.examples)
             self.of[n].append(Recorded(edge, tap, source if self._keep else None))
 
     def elementwise(
@@ -210,7 +211,8 @@ class Uses:
     ) -> dict[int, dict[int, Any]]:
         """For every unit that is used, what each of its parameters is multiplied with."""
         found: dict[int, dict[int, Any]] = {}
-        if not outputs.requires_grad:  # no gradient goes through it
+        empty = not outputs.numel() and self.examples  # an expert that no example was sent to
+        if empty or not outputs.requires_grad:
             return found
         for p, x in factors:
             if p is not None and id(p) in self._place:
@@ -238,7 +240,7 @@ class Uses:
             if isinstance(x, Tensor):
                 parts.append(layout.by_example(x.detach().to(unit.dtype), self.examples, self.dim))
             elif x is not None:
-                parts.append(x)
+                parts.append(x if x.shape[0] == len(lead) else Regrouped(x, len(lead)))
             else:
                 value = 1.0 if i in columns else 0.0
                 width = p.numel() // unit.rows
@@ -253,9 +255,8 @@ class Uses:
         return Augmented(first, tensors)
 
     def _source(self, factors: Sequence[tuple[Tensor | None, Factor]]) -> Tensor | None:
-        if not self._keep:
-            return None
-        return next((x for _, x in factors if isinstance(x, Tensor)), None)
+        tensors = (x for _, x in factors if self._keep and isinstance(x, Tensor))
+        return next(tensors, None)
 
 
 def _product_tap(
@@ -277,8 +278,9 @@ def _transposed_tap(
     return Tap(x, grads, counts, transposed=True)
 
 
-def _grouped_tap(x: Tensor, arrange: Arrange, g: Tensor) -> GroupedTap:
-    return GroupedTap(x, arrange(g))
+def _grouped_tap(x: Tensor, arrange: Arrange, examples: int, g: Tensor) -> GroupedTap:
+    by_group = (torch.stack([by_example(t, examples, 0) for t in u]) for u in (x, arrange(g)))
+    return GroupedTap(*by_group)
 
 
 def _elementwise_tap(

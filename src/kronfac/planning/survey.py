@@ -178,7 +178,8 @@ class _Saved:
         if storage.data_ptr() not in self._known:
             self._known.add(storage.data_ptr())
             self.bytes += storage.nbytes()
-        return tensor
+        # Without its graph: a node that kept its own outputs would never be freed.
+        return tensor.detach()
 
 
 # --------------------------------------------------------------------------------------------- engine

@@ -156,7 +156,7 @@ def _observe(
         see.uses.product(
             outputs,
             [(factors[0], patches), (factors[1], None)],
-            Layout(partial(_last, dims=dims)),
+            Layout(partial(_last, dims=dims), dim=0),
             input,
         )
         return outputs

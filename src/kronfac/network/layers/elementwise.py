@@ -80,9 +80,9 @@ for _function in _BINARY:
 
 
 @observes(Tensor.expand)
-def _expand(see: SeeFunctions, value: Tensor, *sizes: Any) -> Tensor:
+def _expand(see: SeeFunctions, value: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
     """A parameter that is repeated for every example, such as a class token."""
-    outputs = Tensor.expand(value, *sizes)
+    outputs = Tensor.expand(value, *sizes, **kwargs)
     n = see.uses.examples
     if (
         _of_parameters(see, value)

@@ -1,5 +1,6 @@
 """nn.Linear, F.linear and products of matrices: s = W a + b, with any number of dimensions in front."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from kronfac.network.adapter import Layer, register
 from kronfac.network.by_example import Layout
-from kronfac.network.functions import SeeFunctions, not_a_view, observes
+from kronfac.network.functions import Function, SeeFunctions, not_a_view, observes
 
 
 class LinearAdapter(Layer):
@@ -44,11 +45,28 @@ def _record(
         see.elementwise(outputs, (bias, None, bias.shape))
 
 
-@observes(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, Tensor.__rmatmul__)
-def _matmul(see: SeeFunctions, a: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
-    outputs = torch.matmul(a, b, **kwargs)
-    _record_matmul(see, outputs, a, b)
+def _matmul(function: Function, see: SeeFunctions, *args: Any, **kwargs: Any) -> Tensor:
+    outputs: Tensor = function(*args, **kwargs)
+    # The first is called input or self, the second other, mat2 or tensor2.
+    a, b, *_ = (*args, *(kwargs[name] for name in _OPERANDS if name in kwargs))
+    if function is Tensor.__rmatmul__:
+        a, b = b, a
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        _record_matmul(see, outputs, a, b)
     return outputs
+
+
+_OPERANDS = ("input", "self", "other", "mat2", "tensor2")
+_PRODUCTS: Any = (
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    torch.mm,
+    Tensor.mm,
+    Tensor.__rmatmul__,
+)
+for _function in _PRODUCTS:
+    observes(_function)(partial(_matmul, _function))
 
 
 def _record_matmul(see: SeeFunctions, outputs: Tensor, a: Tensor, b: Tensor) -> None:

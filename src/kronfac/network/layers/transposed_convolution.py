@@ -128,7 +128,7 @@ def _observe(
         sizes = outputs.shape[-dims:]
         patches = TurnedPatches(x, geometry, source, spread, _tuple(padding, dims), sizes)
         factors = [(own_weight, patches), (own_bias, None)]
-        see.uses.product(outputs, factors, Layout(partial(_last, dims=dims)), input)
+        see.uses.product(outputs, factors, Layout(partial(_last, dims=dims), dim=0), input)
         return outputs
     apart = x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)
     columns = _turned(Patches(apart, geometry).all(), kernel).unflatten(0, (groups, -1))
