@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kronfac import KFAC, FixedDamping, FixedGamma, LevenbergMarquardt
@@ -137,3 +138,49 @@ def test_every_parameter_is_as_before_or_as_after_the_step(settings, own):
     observer, between = observe("perceptron", settings, own)
     assert between == 0
     assert observer.seen > 100
+
+
+class LookedAt(nn.Module):
+    """Evaluates a model in another thread, in the middle of every pass of this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: list[nn.Module] = []
+        self.raised: list[Exception] = []
+        self.looks = self.in_forward_mode = 0
+        self.owner = threading.get_ident()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.model and threading.get_ident() == self.owner:
+            other = threading.Thread(target=self.look, args=(x.detach()[:1],))
+            other.start()
+            other.join()
+        return x
+
+    def look(self, x: Tensor) -> None:
+        self.looks += 1
+        try:
+            with torch.no_grad():
+                self.model[0](torch.zeros(2, 1, 6, 6, dtype=x.dtype))
+            if forward_ad._current_level >= 0:  # of the process, not of a thread
+                self.in_forward_mode += 1
+                parts = [forward_ad.unpack_dual(p).tangent for p in self.model[0].parameters()]
+                assert all(tangent is None for tangent in parts)
+        except Exception as error:
+            self.raised.append(error)
+
+
+def test_other_threads_can_evaluate_a_convolutional_network_in_every_pass():
+    look = LookedAt()
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.Tanh(), look, nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(48, 2)
+    ).double()
+    look.model.append(model)
+    loss = nn.MSELoss()
+    optimizer = KFAC(model, loss)
+    x, y = normal(12, 1, 6, 6), normal(12, 2, seed=1)
+    for _ in range(4):
+        optimizer.step(closure_of(optimizer, lambda m: loss(m(x), y)))
+    assert look.looks > look.in_forward_mode > 3
+    assert not look.raised
+    assert optimizer.network.learned.forward_mode

@@ -1,18 +1,41 @@
 """f and J v by forward-mode differentiation: one pass per direction, with dual numbers as parameters.
 
-The parameters themselves become dual numbers, in place and while a pass lasts: so it holds for whatever the
-model's code, or the closure's, does with them.
+A `TorchFunctionMode` puts the dual numbers in the places of parameters, wherever this thread gives them to
+a torch function: so it holds for whatever the model's code, or the closure's, does with them, and other
+threads that evaluate the model meanwhile see none of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 from kronfac.network import Matrices, Network, Pass
 from kronfac.network.plain import PlainKernels
-from kronfac.network.side_effects import unseen_writes
+
+
+class DualParameters(TorchFunctionMode):
+    """Gives this thread's torch functions other tensors in the place of parameters, by their ids."""
+
+    def __init__(self, duals: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self._duals = duals
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = {name: self._replace(value) for name, value in (kwargs or {}).items()}
+        return func(*map(self._replace, args), **given)
+
+    def _replace(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._duals.get(id(value), value)
+        if type(value) in (list, tuple):  # as recurrent layers get their weights
+            return type(value)(map(self._replace, value))
+        return value
 
 
 def jvp(network: Network, part: Pass, directions: Sequence[Matrices]) -> list[Tensor]:
@@ -29,18 +52,17 @@ def outputs_and_jvp(
     Raises:
         NotImplementedError, RuntimeError: an operation has no forward-mode derivative.
     """
-    parameters = network.parameters
     found: list[list[Tensor]] = []
     values: list[Tensor] = []
     for direction in directions:
         # At its end all tangents are gone, also if the pass fails.
         with forward_ad.dual_level():
-            with unseen_writes(parameters):
-                for p, tangent in zip(parameters, network.split(direction), strict=True):
-                    p.copy_(forward_ad.make_dual(p.detach().clone(), tangent))
-            with PlainKernels():
+            pairs = zip(network.parameters, network.split(direction), strict=True)
+            # Copies: what a forward pass writes to its parameters is not for this pass to write.
+            duals = {id(p): forward_ad.make_dual(p.detach().clone(), v) for p, v in pairs}
+            with PlainKernels(), DualParameters(duals):
                 outputs = part.run(network.model)
-            pairs = [forward_ad.unpack_dual(z) for z in outputs]
-            values = [z.detach() for z, _ in pairs]
-            found.append([torch.zeros_like(z) if Jv is None else Jv for z, Jv in pairs])
+            unpacked = [forward_ad.unpack_dual(z) for z in outputs]
+            values = [z.detach() for z, _ in unpacked]
+            found.append([torch.zeros_like(z) if Jv is None else Jv for z, Jv in unpacked])
     return values, [torch.stack(tangents) for tangents in zip(*found, strict=True)]
