@@ -175,6 +175,13 @@ def test_models_that_it_cannot_train_are_refused(model, message):
         find_units(model())
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_scripted_modules_are_refused():
+    model = nn.Sequential(nn.Linear(2, 3), torch.jit.script(nn.Linear(3, 1)))
+    with pytest.raises(UnsupportedModelError, match="'1' is compiled by torch.jit"):
+        find_units(model)
+
+
 @pytest.mark.parametrize(
     ("model", "named"),
     [

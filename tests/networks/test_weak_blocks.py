@@ -18,5 +18,6 @@ def test_gpt2_with_padding(tied, training):
 
 @pytest.mark.slow
 def test_a_resnet_with_batch_norm():
-    model, (x, y) = resnet().train(), images(8, 32)
+    """With eight images its last stage would normalise over eight numbers, a loss that is hardly smooth."""
+    model, (x, y) = resnet().train(), images(32, 32)
     assert_trains(model, lambda: functional.cross_entropy(model(x), y))
