@@ -178,7 +178,7 @@ def test_models_that_it_cannot_train_are_refused(model, message):
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_scripted_modules_are_refused():
     model = nn.Sequential(nn.Linear(2, 3), torch.jit.script(nn.Linear(3, 1)))
-    with pytest.raises(UnsupportedModelError, match="'1' is compiled by torch.jit"):
+    with pytest.raises(UnsupportedModelError, match=r"'1' is compiled by torch\.jit"):
         find_units(model)
 
 

@@ -48,8 +48,8 @@ def find_units(model: nn.Module, other: Other = "diagonal", blocks: Blocks | Non
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedModelError(
-                f"KFAC needs modules whose Python code it can follow; {name or 'the model'!r} is compiled by "
-                "torch.jit. Train the module that it was made from, and compile it afterwards."
+                f"KFAC needs modules whose Python code it can follow; {name or 'the model'!r} is compiled "
+                "by torch.jit. Train the module that it was made from, and compile it afterwards."
             )
     blocks = Blocks() if blocks is None else blocks
     owners = _owners(model)
