@@ -146,6 +146,10 @@ class KFAC(torch.optim.Optimizer):
         self.objective = objective_of(loss)
         self._other: Other = other
         own = self._own_model
+        if blocks is not None and not isinstance(blocks, Blocks):
+            raise TypeError(
+                f"KFAC's blocks is a kronfac.Blocks, such as Blocks(dense_limit=512); got {blocks!r}."
+            )
         self._blocks = Blocks() if blocks is None else blocks
         found = find_units(own, other, self._blocks)
         self.network = Network(

@@ -169,6 +169,11 @@ def test_layers_that_it_does_not_know_if_they_are_to_be_refused(model, culprit):
     assert_no_hooks(model)
 
 
+def test_blocks_that_are_none():
+    with pytest.raises(TypeError, match=r"blocks is a kronfac.Blocks.* got 512"):
+        KFAC(mlp([4, 5, 3]), nn.MSELoss(), blocks=512)
+
+
 def test_a_choice_for_other_layers_that_there_is_not():
     with pytest.raises(ValueError, match=r"other is one of \('diagonal', 'refuse'\); got 'adam'"):
         KFAC(mlp([4, 5, 3]), nn.MSELoss(), other="adam")
