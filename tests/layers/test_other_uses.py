@@ -54,7 +54,7 @@ def test_a_use_without_a_gradient_is_told_of():
 
 
 def mean_of_draws(problem: Problem, draws: int) -> list[torch.Tensor]:
-    """Of each unit, what many estimates with other random signs show, (draws, size, size)."""
+    """For each unit, what many estimates with other random signs show, (draws, size, size)."""
     found = [problem.curvature(ExactFisher(), seed=seed) for seed in range(draws)]
     units = range(len(problem.network.units))
     return [torch.stack([c.blocks[n].dense() for c in found]) for n in units]

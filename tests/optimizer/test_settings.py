@@ -419,7 +419,7 @@ def test_statistics_are_of_250_terms_and_16_examples_at_the_least(examples, term
 
 
 def test_sequences_are_counted_by_their_terms():
-    """Of 64 sequences of 64 tokens statistics see 16."""
+    """Statistics see 16 of 64 sequences of 64 tokens."""
     model = nn.Linear(3, 4)
     optimizer = KFAC(model, nn.CrossEntropyLoss())
     x, y = torch.randn(64, 64, 3), torch.randint(4, (64 * 64,))

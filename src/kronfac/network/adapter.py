@@ -98,7 +98,7 @@ def block_of(
 
 _ADAPTERS: dict[type[nn.Module], tuple[Adapter, bool]] = {}
 _BY_NAME: dict[str, Adapter] = {}
-"""Of modules from other libraries, by module path and class, so that these need not be imported."""
+"""Adapters of modules from other libraries, by their full names, so that these need not be imported."""
 
 
 def register(kind: type[nn.Module], adapter: Adapter, *, subclasses: bool = False) -> None:

@@ -21,7 +21,7 @@ class Tape:
         self._trained = {id(p) for p in model.parameters() if p.requires_grad}
         self._known: Any = WeakTensorKeyDictionary()
         self.shapes: dict[int, torch.Size] = {}
-        """Of every tensor, by its index."""
+        """Shapes of all tensors, by their indices."""
 
     def remember(self, tensor: Tensor, known: bool = True) -> int:
         """A new index; for the tensor itself too, if that may be asked for."""

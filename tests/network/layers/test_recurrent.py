@@ -115,7 +115,7 @@ def test_first_states_that_are_given(kind):
 
 @each_kind
 def test_gradients_go_on_through_inputs_and_first_states(kind):
-    """Of layers before it."""
+    """The layers before it."""
     model = nn.Sequential(
         nn.Linear(3, 3, dtype=torch.float64),
         Sequences(layer_of(kind, num_layers=2, bidirectional=True), given=True),

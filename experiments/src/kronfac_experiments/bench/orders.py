@@ -89,7 +89,7 @@ class OrdersTrial:
 
     name: str
     losses: list[float]
-    """Of the last mini-batch, before its step."""
+    """Loss of the last mini-batch, before its step."""
 
 
 def orders_command(config: OrdersConfig) -> list[Path]:

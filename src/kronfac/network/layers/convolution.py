@@ -102,7 +102,7 @@ class Patches:
         return windows[tuple(index)].reshape(-1, columns)
 
     def _step(self, examples: int, places: int) -> int:
-        """Of how many places one is taken."""
+        """The number of places of which one is taken."""
         wanted = max(PLACES * places, min(LEAST_ROWS / examples, places))
         return max(int(places / wanted), 1)
 

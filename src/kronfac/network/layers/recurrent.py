@@ -34,7 +34,7 @@ class Times:
 
     @classmethod
     def packed(cls, batch_sizes: Tensor, device: torch.device) -> "Times":
-        """Of sequences that are ordered by length, by how many go on at every time."""
+        """The times of sequences that are ordered by length, by how many go on at every time."""
         numbers = torch.arange(int(batch_sizes[0]))
         return cls((numbers < batch_sizes.unsqueeze(1)).to(device), batch_sizes)
 

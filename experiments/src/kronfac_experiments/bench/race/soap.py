@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 BETAS = (0.95, 0.95)
-"""Of the moments, and β₂ of the factors too: the paper's defaults."""
+"""Decays of the moments, β₂ that of the factors too: the paper's defaults."""
 EVERY = 10
 """Steps between two updates of the eigenbases, the paper's default."""
 EPSILON = 1e-8

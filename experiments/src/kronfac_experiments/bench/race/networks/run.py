@@ -25,7 +25,7 @@ TAIL = 9
 """θ̄ ← θ̄ + min(1, 9 / (t + 9)) (θ − θ̄) at step t weighs the last ninth of the steps like a plain mean does
 (Shamir and Zhang, 2013)."""
 WARM_UP_EXAMPLES = 8
-"""Of a step of a copy before the clock runs: what PyTorch loads at first use is no optimizer's time."""
+"""Examples in a step of a copy before the clock runs: what PyTorch loads at first use is no one's time."""
 EVALUATED_AT_A_TIME = 500
 Row = list[float]
 """Step, examples, seconds, training loss, validation loss, validation metric."""

@@ -54,7 +54,7 @@ class Score:
 
 
 def scores_of(race: NetworkRace) -> list[Score]:
-    """Of everyone that has run."""
+    """Scores of everyone that has run."""
     reference = race.found("race", REFERENCE)
     scores = []
     for racer in (racer for racer in FIELD if racer in race.racers):
