@@ -37,9 +37,10 @@ STATISTICS_FRACTION, FISHER_FRACTION = 1 / 8, 1 / 4
 LEAST_ROWS = 250
 """Terms in S₁ and S₂ at the least, if their fractions are not given: examples, or tokens if an example has
 many. By the paper's fractions of a small mini-batch the factors and the curvature of the step would be
-those of a few terms; with these they cost no more than the gradient."""
-LEAST_EXAMPLES = 16
-"""Examples at the least, however many terms each has: the terms of an example are alike."""
+those of a few terms; with these they cost no more than the gradient. Networks with convolutions are left
+out: they meet their weights at hundreds of places of an example, and passes are dear."""
+LEAST_EXAMPLES = 8
+"""Examples at the least, however many terms and places each has: those of one example are alike."""
 
 
 class First(float):
@@ -112,20 +113,27 @@ class Settings:
         fractions = self.statistics_fraction, self.fisher_fraction
         return any(isinstance(fraction, First) for fraction in fractions)
 
-    def statistics_share(self, examples: int, terms: int = 0) -> float:
-        """τ₁ for a mini-batch of this size, with more terms than examples if it is of sequences."""
-        return _share(self.statistics_fraction, STATISTICS_FRACTION, examples, terms)
+    def shares(
+        self, examples: int, terms: int = 0, *, convolutional: bool = False
+    ) -> tuple[float, float]:
+        """τ₁ and τ₂ for a mini-batch of this size.
 
-    def fisher_share(self, examples: int, terms: int = 0) -> float:
-        """τ₂, the same."""
-        return _share(self.fisher_fraction, FISHER_FRACTION, examples, terms)
+        Args:
+            examples: in the mini-batch.
+            terms: of its loss; more than examples if they are sequences.
+            convolutional: whether the network has convolutions.
+        """
+        least = LEAST_EXAMPLES / examples
+        if not convolutional:
+            least = max(least, LEAST_ROWS / max(terms, examples))
+        return (
+            _share(self.statistics_fraction, STATISTICS_FRACTION, least),
+            _share(self.fisher_fraction, FISHER_FRACTION, least),
+        )
 
 
-def _share(chosen: float | None, usual: float, examples: int, terms: int) -> float:
-    if chosen is not None:
-        return chosen
-    least = max(LEAST_ROWS / max(terms, examples), LEAST_EXAMPLES / examples)
-    return max(usual, min(1.0, least))
+def _share(chosen: float | None, usual: float, least: float) -> float:
+    return max(usual, min(1.0, least)) if chosen is None else chosen
 
 
 # ---------------------------------------------------------------------------------------------- names

@@ -150,8 +150,9 @@ def _curvature_examples(
 ) -> tuple[Batch, Batch]:
     """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8]."""
     batch = evaluation.batch
-    size = m.examples, batch.most_terms
-    fractions = settings.statistics_share(*size), settings.fisher_share(*size)
+    fractions = settings.shares(
+        m.examples, batch.most_terms, convolutional=evaluation.network.convolutional
+    )
     if batch.random and not batch.traced:
         # Statistics and J v have to see the same masks, which depend on the examples of a pass.
         fractions = fractions[1], fractions[1]

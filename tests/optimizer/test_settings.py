@@ -407,19 +407,33 @@ def test_where_the_model_predicts_a_rise_lambda_rises_whatever_the_ratio():
     [
         (512, 512, 250),  # at least 250 terms
         (4000, 4000, 500),  # an eighth
-        (64, 64 * 64, 16),  # at least 16 sequences, which have 1,024 terms
+        (64, 64 * 64, 8),  # an eighth, which has 512 terms
+        (32, 32 * 64, 8),  # at least 8 sequences
         (512, 512 * 64, 64),  # an eighth
         (100, 400, 63),  # 250 terms are 62.5 examples
         (8, 8 * 64, 8),
     ],
 )
-def test_statistics_are_of_250_terms_and_16_examples_at_the_least(examples, terms, expected):
+def test_statistics_are_of_250_terms_and_8_examples_at_the_least(examples, terms, expected):
     settings = KFAC(mlp([2, 2]), kronfac.Gaussian()).settings
-    assert math.ceil(settings.statistics_share(examples, terms) * examples - 1e-9) == expected
+    share, _ = settings.shares(examples, terms)
+    assert math.ceil(share * examples - 1e-9) == expected
+
+
+@pytest.mark.parametrize(("examples", "expected"), [(512, (64, 128)), (32, (8, 8)), (4, (4, 4))])
+def test_networks_with_convolutions_have_the_papers_fractions(examples, expected):
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
+    optimizer = KFAC(model, nn.CrossEntropyLoss())
+    x, y = torch.randn(examples, 1, 4, 4), torch.randint(3, (examples,))
+    optimizer.step(optimizer.closure(x, y))
+    seen = []
+    model.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
+    optimizer.step(optimizer.closure(x, y))
+    assert set(seen) - {examples} == set(expected) - {examples}
 
 
 def test_sequences_are_counted_by_their_terms():
-    """Statistics see 16 of 64 sequences of 64 tokens."""
+    """Statistics see 8 of 64 sequences of 64 tokens, J v 16."""
     model = nn.Linear(3, 4)
     optimizer = KFAC(model, nn.CrossEntropyLoss())
     x, y = torch.randn(64, 64, 3), torch.randint(4, (64 * 64,))
@@ -435,4 +449,4 @@ def test_sequences_are_counted_by_their_terms():
     optimizer.step(closure)
     seen.clear()
     optimizer.step(closure)
-    assert set(seen) == {64, 16}
+    assert set(seen) == {64, 16, 8}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,15 @@ class Network:
     def dtype(self) -> torch.dtype:
         """The dtype of the first parameter."""
         return self.units[0].dtype
+
+    @cached_property
+    def convolutional(self) -> bool:
+        """Whether a layer that is known has a kernel: it meets its weights at many places of an example."""
+        return any(
+            unit.observed and unit.chosen and p.dim() > 2
+            for unit in self.units
+            for p in unit.parameters
+        )
 
     def unused(self, number: int) -> list[Tap]:
         """What a unit shows that no example uses: zeros."""

@@ -28,7 +28,7 @@ two for a central difference."""
 
 def curvature_examples(settings: Settings, network: Network, batch: Batch) -> tuple[int, int]:
     """How many examples S₁ and S₂ have."""
-    shares = settings.statistics_share(batch.examples), settings.fisher_share(batch.examples)
+    shares = settings.shares(batch.examples, batch.most_terms, convolutional=network.convolutional)
     if batch.random and not batch.traced:
         shares = shares[1], shares[1]
     S1, S2 = subsets(network, batch, sizes(batch, *shares), None)

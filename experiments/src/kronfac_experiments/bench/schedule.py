@@ -46,9 +46,10 @@ class Schedule:
         """As `KFAC.settings` has it for a mini-batch of so many cases, some way into training."""
         T3 = settings.inverse_interval or LONGEST_INTERVAL
         adaptive = isinstance(settings.gamma, AdaptiveGamma)
+        tau1, tau2 = settings.shares(cases)
         return cls(
-            tau1=settings.statistics_share(cases),
-            tau2=settings.fisher_share(cases),
+            tau1=tau1,
+            tau2=tau2,
             T1=_interval_of_rho(settings),
             T2=T3 if adaptive else getattr(settings.gamma, "interval", math.inf),
             T3=T3,
