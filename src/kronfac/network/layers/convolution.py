@@ -112,7 +112,7 @@ def sample_places(
     """
     places = sizes.numel()
     wanted = max(PLACES * places, min(LEAST_ROWS / examples, places))
-    step = min(max(int(places / wanted), 1), places)  # of one place, that one
+    step = min(max(int(places / wanted), 1), places)  # of few places, one
     n = torch.arange(examples, device=device)[:, None]
     place = (torch.arange(places // step, device=device) * step + n % step).flatten()
     return n.expand(-1, places // step).flatten(), coordinates(place, sizes)
