@@ -26,9 +26,11 @@ from kronfac.curvature.base import (
     eigh_cost,
 )
 from kronfac.curvature.damping import ExactTikhonov, Tikhonov
+from kronfac.curvature.scattered_rows import ScatteredRows
 from kronfac.curvature.taps import OneHot, Rows, SummedGradient, Tap, Taps
 from kronfac.errors import UnsupportedModelError
 from kronfac.linalg import EigenKroneckerSum, KroneckerProduct, eigh, shifted_inverse
+from kronfac.linalg.gram import add_gram
 from kronfac.linalg.kronecker import kron
 from kronfac.storage import Shapes
 
@@ -240,9 +242,18 @@ class Product:
         if isinstance(x, OneHot):
             self._add_one_hot(x, weight)
             return
-        assert isinstance(y, Tensor)
+        if isinstance(x, ScatteredRows) and x is y:
+            self._add((x.squares() if self._diagonal else x.second_moment()).mul_(weight))
+            return
+        one = x is y
+        x, y = (z if isinstance(z, Tensor) else z.all() for z in (x, y))
         if self._diagonal:
             self._add(torch.einsum("ni,ni->i", x, y) * weight)
+        elif one:
+            if self._sum is None:
+                self._sum = add_gram(self._old if self._decay else None, x, self._decay, weight)
+            else:
+                self._sum = add_gram(self._sum, x, 1.0, weight)
         elif self._sum is not None:
             self._sum.addmm_(x.mT, y, alpha=weight)
         elif self._old is None or self._decay == 0:

@@ -17,6 +17,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from kronfac.curvature.scattered_rows import ScatteredRows
+
 WORK_SPACE = 2**24
 """Numbers that gradients of single examples may take at a time: 64 MB in float32."""
 
@@ -100,7 +102,7 @@ class OneHot:
         return total.index_add_(0, self.indices.flatten(), flat)
 
 
-Rows = Tensor | OneHot
+Rows = Tensor | OneHot | ScatteredRows
 
 
 @dataclass(frozen=True)

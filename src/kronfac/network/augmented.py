@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from kronfac.curvature import Inputs
+from kronfac.curvature.scattered_rows import ScatteredRows
+from kronfac.curvature.taps import Rows
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,13 @@ class Augmented:
         """ā."""
         return torch.cat([self.inputs.all(), *self.columns], dim=-1)
 
-    def rows(self) -> Tensor:
+    def rows(self) -> Rows:
         """As many vectors as the inputs have."""
-        rows = self.inputs.rows()
+        rows, columns = self.inputs.rows(), torch.cat([x[0, 0] for x in self.columns])
+        if isinstance(rows, ScatteredRows):
+            return rows.append(columns)
         assert isinstance(rows, Tensor)
-        return torch.cat([rows, *(x[0, 0].expand(len(rows), -1) for x in self.columns)], dim=-1)
+        return torch.cat([rows, columns.expand(len(rows), -1)], dim=-1)
 
     def gradients(self, g: Tensor) -> Tensor:
         """Σ_places g āᵀ of every example."""

@@ -213,7 +213,7 @@ def test_a_sample_of_the_patches_estimates_their_second_moment():
     with record_uses([], units, 400) as seen:
         z = module(x)
     (tap,) = seen.uses.taps(0, [torch.zeros_like(z)])
-    rows, every = tap.input_rows(), tap.dense_inputs().flatten(0, 1)
+    rows, every = tap.input_rows().all(), tap.dense_inputs().flatten(0, 1)
     assert 9_500 < len(rows) <= 10_000 < len(every) == 40_000
     products = torch.einsum("ni,nj->nij", rows, rows)
     error = 5 * products.std(dim=0) / len(rows) ** 0.5
@@ -227,7 +227,7 @@ def test_few_patches_are_all_taken():
     with record_uses([], units, 4) as seen:
         z = module(normal(4, 2, 8, 8))
     (tap,) = seen.uses.taps(0, [torch.zeros_like(z)])
-    assert_close(tap.input_rows(), tap.dense_inputs().flatten(0, 1), rtol=0, atol=0)
+    assert_close(tap.input_rows().all(), tap.dense_inputs().flatten(0, 1), rtol=0, atol=0)
     moments = KroneckerBlock().observe([tap], 1.0, 1.0)
     unfolded = functional.unfold(normal(4, 2, 8, 8), 3).mT.reshape(-1, 18)
     homogeneous = torch.cat([unfolded, torch.ones(len(unfolded), 1, dtype=torch.float64)], dim=1)

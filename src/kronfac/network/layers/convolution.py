@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kronfac.curvature.scattered_rows import Group, ScatteredRows
 from kronfac.network.adapter import Layer, register
 from kronfac.network.blocks import Kind
 from kronfac.network.by_example import Layout
@@ -85,30 +86,60 @@ class Patches:
         """
         return g.mT @ self.geometry.columns(self.x).mT
 
-    def rows(self) -> Tensor:
-        """Some of them, (vectors, columns): evenly spaced places, each shifted from example to example."""
-        examples, places, columns = self.shape
-        step = self._step(examples, places)
-        if step == 1:
-            return self.all().flatten(0, 1)
-        windows = self.geometry.windows(self.x)
-        dims = len(self.geometry.kernel)
-        n = torch.arange(examples, device=self.x.device)[:, None]
-        place = (torch.arange(places // step, device=self.x.device) * step + n % step).flatten()
-        index = [n.expand(-1, places // step).flatten()]
-        for size in reversed(windows.shape[1 : 1 + dims]):
-            index.insert(1, place % size)
-            place = place // size
-        return windows[tuple(index)].reshape(-1, columns)
-
-    def _step(self, examples: int, places: int) -> int:
-        """The number of places of which one is taken."""
-        wanted = max(PLACES * places, min(LEAST_ROWS / examples, places))
-        return max(int(places / wanted), 1)
+    def rows(self) -> ScatteredRows:
+        """Some of them: see `sample_places`."""
+        examples, _, columns = self.shape
+        sizes = self.geometry.windows(self.x).shape[1 : 1 + len(self.geometry.kernel)]
+        n, place = sample_places(examples, sizes, self.x.device)
+        corner = [c * s for c, s in zip(place, self.geometry.stride, strict=True)]
+        values = cut_out(self.x, n, corner, self.geometry)
+        by_channel = torch.arange(columns, device=n.device).view(self.x.shape[1], -1)
+        numbers = torch.arange(len(n), device=n.device)
+        whole = Group(values, by_channel.mT.flatten(), numbers)
+        return ScatteredRows((whole,), columns, len(n), self.x.new_empty(0))
 
     def select(self, index: slice) -> "Patches":
         """The patches of some of the examples."""
         return replace(self, x=self.x[index])
+
+
+def sample_places(
+    examples: int, sizes: torch.Size, device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """Examples and coordinates of the places that A is taken from, (vectors,) each; `sizes` of all of them.
+
+    Evenly spaced, and shifted from example to example; all of them if there are few.
+    """
+    places = sizes.numel()
+    wanted = max(PLACES * places, min(LEAST_ROWS / examples, places))
+    step = min(max(int(places / wanted), 1), places)  # of few places, one
+    n = torch.arange(examples, device=device)[:, None]
+    place = (torch.arange(places // step, device=device) * step + n % step).flatten()
+    return n.expand(-1, places // step).flatten(), coordinates(place, sizes)
+
+
+def coordinates(place: Tensor, sizes: torch.Size) -> list[Tensor]:
+    """Where places are that are counted row by row."""
+    found: list[Tensor] = []
+    for size in reversed(sizes):
+        found.insert(0, place % size)
+        place = place // size
+    return found
+
+
+def cut_out(x: Tensor, n: Tensor, corner: Sequence[Tensor], geometry: Geometry) -> Tensor:
+    """Patches of images x (examples, channels, …) that begin at some places, (vectors, kernel · channels).
+
+    With all channels of a place together, so that it is copied at once.
+    """
+    images = x.movedim(1, -1)
+    index, taps = n, n.new_zeros(1)
+    shape = zip(images.shape[1:-1], corner, geometry.kernel, geometry.dilation, strict=True)
+    for size, first, k, dilation in shape:
+        index = index * size + first
+        taps = (taps[:, None] * size + torch.arange(k, device=n.device) * dilation).flatten()
+    chosen = (index[:, None] + taps).flatten()
+    return images.flatten(0, -2).index_select(0, chosen).view(len(n), len(taps) * x.shape[1])
 
 
 def _tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:

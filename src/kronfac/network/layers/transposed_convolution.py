@@ -1,11 +1,16 @@
-"""Transposed convolutions: at every place of the output, a patch of the stretched input times the weight.
+"""Transposed convolutions: at every place of the output, the weight times the inputs that reach it.
 
-A transposed convolution is the convolution with stride 1 of its input, stretched by its stride with zeros
-in between, with the kernel turned round. Seen that way its weight, stored as (in, out / groups, kernel), is
-a matrix (out, in / groups · kernel) that is multiplied with patches.
+An input at place i is spread over the places o = i · stride + k · dilation − padding, one for each tap k of
+the kernel. Seen from an output, the weight, stored as (in, out / groups, kernel), is a matrix
+(out, in / groups · kernel) that is multiplied with a patch: for tap k the input at i, or zero if no i has
+that o. With a stride of 2 in two dimensions three quarters of a patch are such zeros. Which taps they are
+depends on the phase (o + padding) mod stride alone, and outputs of one phase see a patch of the input
+itself, with no zeros in between.
 """
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,47 +19,117 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kronfac.curvature.scattered_rows import Group, ScatteredRows
 from kronfac.network.adapter import Layer, register
 from kronfac.network.blocks import Kind
 from kronfac.network.by_example import Layout
 from kronfac.network.functions import SeeFunctions, not_a_view, observes
-from kronfac.network.layers.convolution import Geometry, Patches, _by_group, _last, _tuple
-
-
-def _stretched(
-    x: Tensor,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    extra: tuple[int, ...],
-) -> Tensor:
-    """The input with zeros between its places and around it."""
-    sizes = [(length - 1) * s + 1 for length, s in zip(x.shape[2:], stride, strict=True)]
-    wide = x.new_zeros(*x.shape[:2], *sizes)
-    wide[(slice(None), slice(None), *(slice(None, None, s) for s in stride))] = x
-    sides = [d * (k - 1) - p for d, k, p in zip(dilation, kernel, padding, strict=True)]
-    both = [side for s, e in reversed(list(zip(sides, extra, strict=True))) for side in (s, s + e)]
-    return functional.pad(wide, both)  # negative sides cut off
-
-
-def _turned(patches: Tensor, kernel: tuple[int, ...]) -> Tensor:
-    """Patches (…, channels · kernel) with the kernel turned round."""
-    dims = range(-len(kernel), 0)
-    turned: Tensor = patches.unflatten(-1, (-1, *kernel)).flip(*dims).flatten(-len(kernel) - 1)
-    return turned
+from kronfac.network.layers.convolution import (
+    Geometry,
+    _by_group,
+    _last,
+    _tuple,
+    coordinates,
+    cut_out,
+    sample_places,
+)
 
 
 @dataclass(frozen=True)
-class TurnedPatches(Patches):
-    """Patches of the stretched input with the kernel turned round."""
+class Phase:
+    """Output places with the same remainder (o + padding) mod stride, along one dimension.
 
-    source: Tensor  # the input, (examples, channels, …)
+    With o + padding = stride · q + remainder, they see the inputs from q + `first` on, `dilation` apart,
+    the last of them by tap `taps[0]`.
+    """
+
+    remainder: int
+    taps: tuple[int, ...]
+    """The taps k that reach them: k · dilation mod stride is the remainder. Ascending."""
+    first: int
+    dilation: int
+
+
+def _phases(kernel: int, stride: int, dilation: int) -> list[Phase]:
+    """The phases along one dimension that any tap reaches."""
+    found = []
+    # Taps of one phase are stride / gcd apart, and so see inputs that are dilation / gcd apart.
+    apart = dilation // math.gcd(stride, dilation)
+    for remainder in range(stride):
+        taps = tuple(k for k in range(kernel) if k * dilation % stride == remainder)
+        if taps:
+            found.append(Phase(remainder, taps, -(taps[-1] * dilation // stride), apart))
+    return found
+
+
+@dataclass(frozen=True)
+class SpreadPatches:
+    """What the weight of a transposed convolution is multiplied with, phase by phase."""
+
+    x: Tensor  # the input, (examples, channels, …)
     spread: Geometry
     """How a place of the input is spread over the padded outputs."""
     padding: tuple[int, ...]
-    outputs: torch.Size
+    sizes: torch.Size
     """Sizes of the outputs' places."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """(examples, places, columns)."""
+        columns = self.x.shape[1] * math.prod(self.spread.kernel)
+        return torch.Size((len(self.x), self.sizes.numel(), columns))
+
+    def all(self) -> Tensor:
+        """All of them, (examples, places, columns)."""
+        n = torch.arange(len(self.x), device=self.x.device).repeat_interleave(self.sizes.numel())
+        place = torch.arange(self.sizes.numel(), device=self.x.device).repeat(len(self.x))
+        return self._at(n, coordinates(place, self.sizes)).all().view(self.shape)
+
+    def rows(self) -> ScatteredRows:
+        """Some of them: see `sample_places`."""
+        return self._at(*sample_places(len(self.x), self.sizes, self.x.device))
+
+    def _at(self, n: Tensor, place: Sequence[Tensor]) -> ScatteredRows:
+        """The patches of examples n at some places of the output."""
+        geometry, channels = self.spread, self.x.shape[1]
+        by_phase = [
+            _phases(*of)
+            for of in zip(geometry.kernel, geometry.stride, geometry.dilation, strict=True)
+        ]
+        # q of every place, and zeros on both sides for patches that reach beyond the input.
+        moved = [o + p for o, p in zip(place, self.padding, strict=True)]
+        q = [o // s for o, s in zip(moved, geometry.stride, strict=True)]
+        remainders = [o % s for o, s in zip(moved, geometry.stride, strict=True)]
+        before = [-min(phase.first for phase in phases) for phases in by_phase]
+        last = [
+            (o - 1 + p) // s
+            for o, p, s in zip(self.sizes, self.padding, geometry.stride, strict=True)
+        ]
+        sides = [
+            (b, max(end + 1 - length, 0))
+            for b, end, length in zip(before, last, self.x.shape[2:], strict=True)
+        ]
+        padded = functional.pad(self.x, [side for pair in reversed(sides) for side in pair])
+        numbers = torch.arange(channels * math.prod(geometry.kernel), device=n.device)
+        by_tap = numbers.view(channels, *geometry.kernel).movedim(0, -1)  # (*kernel, channels)
+        groups = []
+        for phases in itertools.product(*by_phase):
+            inside = torch.stack(
+                [r == phase.remainder for r, phase in zip(remainders, phases, strict=True)]
+            )
+            (vectors,) = inside.all(dim=0).nonzero(as_tuple=True)
+            corner = [
+                c[vectors] + phase.first + b for c, phase, b in zip(q, phases, before, strict=True)
+            ]
+            kernel = tuple(len(phase.taps) for phase in phases)
+            seen = Geometry(kernel, (1,) * len(kernel), tuple(phase.dilation for phase in phases))
+            columns = by_tap
+            for dim, phase in enumerate(phases):  # inputs ascend as taps descend
+                taps = torch.tensor(phase.taps[::-1], device=n.device)
+                columns = columns.index_select(dim, taps)
+            values = cut_out(padded, n[vectors], corner, seen)
+            groups.append(Group(values, columns.flatten(), vectors))
+        return ScatteredRows(tuple(groups), len(numbers), len(n), self.x.new_empty(0))
 
     def gradients(self, g: Tensor) -> Tensor:
         """Σ_places g āᵀ of every example, (examples, rows, columns).
@@ -63,35 +138,22 @@ class TurnedPatches(Patches):
         of them, and nothing is multiplied with the zeros in between.
         """
         rows = g.shape[-1]
-        image = g.mT.unflatten(-1, self.outputs)
+        image = g.mT.unflatten(-1, self.sizes)
         padded = functional.pad(image, [p for p in reversed(self.padding) for _ in range(2)])
         windows = self.spread.windows(padded)
-        for dim, length in enumerate(self.source.shape[2:], start=1):
+        for dim, length in enumerate(self.x.shape[2:], start=1):
             windows = windows.narrow(dim, 0, length)  # more of them with a large output_padding
         dims = len(self.padding)
         last = windows.permute(0, *range(1 + dims, windows.dim()), *range(1, 1 + dims))
-        columns = last.reshape(
-            len(g), -1, self.source.shape[2:].numel()
-        )  # (examples, rows · kernel, p)
-        product = self.source.flatten(2) @ columns.mT  # (examples, channels, rows · kernel)
+        # (examples, rows · kernel, p)
+        columns = last.reshape(len(g), -1, self.x.shape[2:].numel())
+        product = self.x.flatten(2) @ columns.mT  # (examples, channels, rows · kernel)
         by_row: Tensor = product.unflatten(-1, (rows, -1)).transpose(1, 2)
         return by_row.reshape(len(g), rows, -1)
 
-    def select(self, index: slice) -> "TurnedPatches":
+    def select(self, index: slice) -> "SpreadPatches":
         """The patches of some of the examples."""
-        return replace(self, x=self.x[index], source=self.source[index])
-
-    def all(self) -> Tensor:
-        """All of them, (examples, places, columns)."""
-        return _turned(super().all(), self.geometry.kernel)
-
-    def rows(self) -> Tensor:
-        """Some of them."""
-        rows = super().rows()
-        examples, places, _ = self.shape
-        # `Patches.rows` asks `all` if there are few.
-        few = self._step(examples, places) == 1
-        return rows if few else _turned(rows, self.geometry.kernel)
+        return replace(self, x=self.x[index])
 
 
 def _observe(
@@ -117,21 +179,16 @@ def _observe(
     if own_weight is not None and not see.uses.swapped(own_weight):
         see.give_up([own_weight], function)
         own_weight = None
-    kernel = tuple(weight.shape[2:])
-    given = (_tuple(a, dims) for a in (stride, padding, dilation, output_padding))
     batched = input if input.dim() == dims + 2 else input.unsqueeze(0)
-    source = batched.detach().to(weight.dtype)
-    x = _stretched(source, kernel, *given)
-    geometry = Geometry(kernel, (1,) * dims, _tuple(dilation, dims))
+    x = batched.detach().to(weight.dtype)
+    spread = Geometry(tuple(weight.shape[2:]), _tuple(stride, dims), _tuple(dilation, dims))
+    patches = SpreadPatches(x, spread, _tuple(padding, dims), outputs.shape[-dims:])
     if groups == 1:
-        spread = replace(geometry, stride=_tuple(stride, dims))
-        sizes = outputs.shape[-dims:]
-        patches = TurnedPatches(x, geometry, source, spread, _tuple(padding, dims), sizes)
         factors = [(own_weight, patches), (own_bias, None)]
         see.uses.product(outputs, factors, Layout(partial(_last, dims=dims), dim=0), input)
         return outputs
-    apart = x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)
-    columns = _turned(Patches(apart, geometry).all(), kernel).unflatten(0, (groups, -1))
+    apart = replace(patches, x=x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1))
+    columns = apart.all().unflatten(0, (groups, -1))
     arrange = partial(_by_group, groups=groups, dims=dims)
     see.uses.grouped(outputs, [(own_weight, columns), (own_bias, None)], arrange, input)
     return outputs
