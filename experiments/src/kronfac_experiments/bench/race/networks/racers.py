@@ -145,9 +145,9 @@ def _kfac(name: str, label: str, remark: str = "", **options: Any) -> Racer:
     return Racer(name, label, remark=remark, options=options, on_request=bool(options))
 
 
-ADAPTIVE = (3e-4, 1e-3, 3e-3, 1e-2)
-ORTHOGONAL = (1e-3, 3e-3, 1e-2, 3e-2)
-MOMENTUM_RATES = (0.01, 0.03, 0.1, 0.3)
+ADAPTIVE = (1e-3, 3e-3, 1e-2, 3e-2)
+ORTHOGONAL = (3e-3, 1e-2, 3e-2, 1e-1)
+MOMENTUM_RATES = (0.03, 0.1, 0.3, 1.0)
 """Half decades around what has been best here."""
 KFAC_RACER = _kfac("kfac", "K-FAC", "KFAC(model, loss), nothing tuned")
 REFERENCE = Racer("adamw-cosine", "AdamW, cosine", ADAPTIVE, _adamw, "cosine")
