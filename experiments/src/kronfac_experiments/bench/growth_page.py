@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 from kronfac_experiments.bench.growing import Kind, Size
 from kronfac_experiments.bench.power_law import exponent, standard_error
@@ -111,6 +112,8 @@ def picture(sweeps: Sweeps, trials: Trials) -> Picture:
             axes.set_ylabel(label, fontsize=8)
             axes.set_xticks(x, [str(value) for value in x])
             axes.minorticks_off()
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
             axes.tick_params(labelsize=7)
             axes.grid(True, alpha=0.25)
             axes.legend(fontsize=6)
