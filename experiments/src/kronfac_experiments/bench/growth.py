@@ -44,8 +44,8 @@ class GrowthConfig(BenchOptions):
     """Width, depth and extent while another is swept."""
     batch: int = 32
     """Sequences or images of a mini-batch."""
-    warm_up: int = 4
-    """Steps before: in the first three every step refreshes."""
+    warm_up: int = 22
+    """Steps before: λ settles in the first twenty, with a measurement of ρ in each."""
     repeats: int = 3
     """Repeats; their median, smallest and largest are shown."""
     steps: int = 5
