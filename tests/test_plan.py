@@ -3,10 +3,12 @@
 import gc
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import profile
 from torch.nn import functional
 
 import kronfac
@@ -128,12 +130,57 @@ def test_the_exact_form_has_eigenvectors_of_both_sides():
     assert planned == held(optimizer)
 
 
-def test_the_total_is_the_sum():
+def test_the_total_is_that_of_the_largest_phase():
     memory = plan_of(perceptron(), torch.randn(30, 20)).memory
-    assert memory.parameters == memory.gradients == 4 * (840 + 1230 + 155)
-    assert memory.activations > 0
-    parts = (memory.parameters, memory.gradients, memory.state, memory.noise, memory.refresh)
-    assert memory.total == sum(parts) + memory.activations
+    assert memory.parameters == memory.gradients == memory.matrices == 4 * (840 + 1230 + 155)
+    assert memory.rollback == 2 * memory.parameters
+    assert min(memory.activations, memory.tangents, memory.closure) > 0
+    assert memory.total == max(memory.phases.values())
+    held = memory.parameters + memory.gradients + memory.matrices + memory.noise
+    held += memory.state - memory.rollback
+    assert memory.phases["statistics"] == held + memory.moments + memory.activations
+    assert memory.phases["refresh"] == held + memory.refresh + memory.tangents
+
+
+def peak_of_a_step(optimizer: KFAC, x: Tensor) -> int:
+    """Bytes that torch's allocator had given away at the peak of one step, beyond those before it."""
+    with profile(profile_memory=True) as profiled:
+        take_steps(optimizer, x, 1)
+    results = profiled.kineto_results
+    assert results is not None
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(sizes))
+
+
+def images() -> nn.Module:
+    layers: list[nn.Module] = []
+    for channels in (3, 8):
+        layers += [nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+
+
+@pytest.mark.parametrize(
+    ("build", "x"),
+    [(images, torch.randn(64, 3, 12, 12)), (Transformer, torch.randint(20, (120, 7)))],
+)
+def test_the_peak_of_a_step_is_within_a_tenth_of_the_plan(build, x):
+    torch.manual_seed(0)
+    model = build()
+    optimizer = KFAC(model, nn.CrossEntropyLoss(), inverse_interval=1)
+    planned = optimizer.plan(x).memory
+    take_steps(optimizer, x, 3)
+    gc.collect()
+    assert optimizer._state.step.memory.average is None  # not noisy
+    before = planned.parameters + planned.gradients + planned.state
+    peak = before + peak_of_a_step(optimizer, x)
+    assert peak == pytest.approx(planned.total - planned.noise, rel=0.1)
+
+
+def test_tokens_count_when_the_plan_draws_examples():
+    made = plan(OwnLoss(), nn.CrossEntropyLoss(), {"input_ids": torch.randint(20, (64, 40))})
+    # 250 tokens are fewer than 16 sequences have, and those a quarter of the mini-batch.
+    assert (made.statistics_examples, made.fisher_examples) == (16, 16)
 
 
 def test_a_block_that_says_nothing_of_its_memory_is_measured():

@@ -5,6 +5,9 @@ import warnings
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
+from torch.autograd.profiler import record_function
+
 _RENAMED = {"taken_back": "rejected"}
 """Kinds of events by their names in the release before."""
 
@@ -127,8 +130,14 @@ class _Part:
         self._seconds, self._part = seconds, part
 
     def __enter__(self) -> None:
+        self._range = None
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            self._range = record_function(f"kronfac.{self._part}")
+            self._range.__enter__()
         self._start = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
         spent = time.perf_counter() - self._start
         self._seconds[self._part] = self._seconds.get(self._part, 0.0) + spent
+        if self._range is not None:
+            self._range.__exit__(None, None, None)

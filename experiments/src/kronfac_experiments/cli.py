@@ -115,6 +115,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "network_step_command",
                 "a step of K-FAC over one of SGD on convolutions, attention and an LSTM",
             ),
+            "growth": Command(
+                "bench.growth",
+                "GrowthConfig",
+                "growth_command",
+                "how a step's time and memory grow on transformers and residual networks",
+            ),
             "ordinary": Command(
                 "bench.ordinary",
                 "OrdinaryConfig",

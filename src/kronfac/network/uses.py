@@ -161,7 +161,9 @@ class Uses:
             start = sum(p.numel() for p in unit.parameters[:i]) // unit.rows
             stop = start + unit.parameters[i].numel() // unit.rows
             padding = (start, unit.shape[1] - stop)
-            tap = partial(_transposed_tap, inputs, padding, counts, self.by_example)
+            # Not a method of this object, which would hold itself, and with it the graph.
+            arrange = partial(by_example, examples=self.examples, first=self.dim)
+            tap = partial(_transposed_tap, inputs, padding, counts, arrange)
             self.of[n].append(Recorded(self._edge(outputs), tap, self._source([(weight, x)])))
 
     def swapped(self, weight: Tensor) -> bool:

@@ -26,13 +26,18 @@ PASSES = {BY_HAND: 2.0, FORWARD_MODE: 3.0}
 two for a central difference."""
 
 
-def curvature_examples(settings: Settings, network: Network, batch: Batch) -> tuple[int, int]:
-    """How many examples S₁ and S₂ have."""
+def curvature_examples(settings: Settings, network: Network, batch: Batch) -> tuple[Batch, Batch]:
+    """S₁ and S₂, as large as a step draws them."""
     shares = settings.shares(batch.examples, batch.most_terms, convolutional=network.convolutional)
     if batch.random and not batch.traced:
         shares = shares[1], shares[1]
     S1, S2 = subsets(network, batch, sizes(batch, *shares), None)
-    return S1.examples, S2.examples
+    return S1, S2
+
+
+def momentum_directions(settings: Settings) -> int:
+    """How many directions a step is made of: Δ, and δ₀ with momentum."""
+    return 2 if settings.step_size.momentum else 1
 
 
 def step_cost(
@@ -61,8 +66,7 @@ def step_cost(
         # Inputs and gradients in the eigenbasis, and their products for every example.
         moments += sum(unit.statistics + unit.uses for unit in survey.units)
     again = 0.0 if survey.engine == BY_HAND else F
-    directions = 2 if settings.step_size.momentum else 1
-    directions += settings.step_size.cg_steps - 1
+    directions = momentum_directions(settings) + settings.step_size.cg_steps - 1
     tried = 2 if searches else 1
     interval = settings.inverse_interval or LONGEST_INTERVAL
     # Eigenvectors do not depend on γ.

@@ -1,9 +1,11 @@
 """The plan of a network: discovered, surveyed on a few examples, and summed up."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+
+from torch import Tensor
 
 from kronfac.control import Measurement
 from kronfac.curvature import DiagonalBlock, InverseCost, KroneckerBlock
@@ -12,9 +14,10 @@ from kronfac.network.chain import Chains, find_chains
 from kronfac.network.discovery import discover
 from kronfac.network.division import arrange
 from kronfac.network.network import Learned
-from kronfac.planning.cost import curvature_examples, step_cost
+from kronfac.planning.cost import curvature_examples, momentum_directions, step_cost
+from kronfac.planning.passes import PassMemory, pass_memory
 from kronfac.planning.plan import Memory, Plan, Row
-from kronfac.planning.survey import Survey, survey
+from kronfac.planning.survey import FINITE_DIFFERENCES, Survey, survey
 from kronfac.settings import Settings
 
 VALIDATED = range(2, 102)
@@ -44,17 +47,23 @@ def make_plan(network: Network, batch: Batch, settings: Settings, weight_decay: 
         for n in range(len(network.units))
     )
     S1, S2 = curvature_examples(settings, network, batch)
+    network.learned.forward_mode = not surveyed.engine.startswith(FINITE_DIFFERENCES)
+    passes = pass_memory(network, batch, settings.fisher, (S1, S2), momentum_directions(settings))
     return Plan(
         model=type(network.model).__name__,
         rows=rows,
-        memory=_memory(network, rows, settings, round(surveyed.kept * S1)),
+        memory=_memory(network, rows, settings, passes, surveyed, held),
         cost=step_cost(
-            settings, surveyed, list(between.values()), (batch.examples, S1, S2), held > 1
+            settings,
+            surveyed,
+            list(between.values()),
+            (batch.examples, S1.examples, S2.examples),
+            held > 1,
         ),
         engine=surveyed.engine,
         examples=batch.examples,
-        statistics_examples=S1,
-        fisher_examples=S2,
+        statistics_examples=S1.examples,
+        fisher_examples=S2.examples,
         frozen=tuple(name for name, p in network.model.named_parameters() if not p.requires_grad),
         chains=()
         if chains is None
@@ -90,11 +99,12 @@ def _row(
         block=unit.block.describe(*unit.shape),
         factors=seen.factors,
         state=itemsize * (moments + inverse + vectors * size),
-        # New statistics, the inverses, and for each a direction and a step.
-        refresh=itemsize * (moments + held * (inverse + 2 * size)),
+        # New statistics, the inverses, and for each a step in the memory of its direction.
+        refresh=itemsize * (moments + held * (inverse + size)),
         fallback=isinstance(unit.block, DiagonalBlock) or not unit.observed,
         why=_why(network, unit),
         unchained="" if chains is None else chains.breaks.get(number, ""),
+        moments=itemsize * moments,
     )
 
 
@@ -147,15 +157,37 @@ def _candidates(settings: Settings, weight_decay: float) -> int:
     return most if settings.inverse_lag else min(most, 2)
 
 
-def _memory(network: Network, rows: Sequence[Row], settings: Settings, activations: int) -> Memory:
-    trained = sum(p.numel() * p.element_size() for p in network.parameters)
+def _memory(
+    network: Network,
+    rows: Sequence[Row],
+    settings: Settings,
+    passes: PassMemory,
+    surveyed: Survey,
+    held: int,
+) -> Memory:
+    trained = _bytes(network.parameters)
     memory = settings.step_size.long_memory
-    noisy = 0 if memory is None else 1 + (memory.averaged is not None)
-    return Memory(
-        parameters=sum(p.numel() * p.element_size() for p in network.model.parameters()),
-        gradients=trained,
-        state=sum(row.state for row in rows),
-        noise=noisy * trained,
-        refresh=sum(row.refresh for row in rows),
-        activations=activations,
+    noisy = 0 if memory is None else 1 + (memory.averaged is not None) + held
+    joined = [unit.parameters for unit in network.units if len(unit.parameters) > 1]
+    # Those between neighbours in a chain were not made in that pass.
+    made = sum(
+        unit.parameters[0].element_size() * seen.moments
+        for unit, seen in zip(network.units, surveyed.units, strict=True)
     )
+    return Memory(
+        parameters=_bytes(network.model.parameters()),
+        gradients=trained,
+        matrices=sum(map(_bytes, joined)),
+        state=sum(row.state for row in rows),
+        rollback=(_vectors(settings) - 1) * trained,
+        noise=noisy * trained,
+        moments=sum(row.moments for row in rows),
+        refresh=sum(row.refresh for row in rows),
+        activations=max(passes.statistics - made, 0),
+        tangents=passes.tangents,
+        closure=passes.closure,
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

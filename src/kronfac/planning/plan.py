@@ -29,6 +29,8 @@ class Row:
     """Why it has no better block."""
     unchained: str = ""
     """Why no other unit precedes it in a chain, with the tridiagonal inverse."""
+    moments: int = 0
+    """Bytes of its statistics alone."""
 
     @property
     def count(self) -> int:
@@ -43,26 +45,45 @@ class Memory:
     parameters: int
     """All of the model's, frozen ones included."""
     gradients: int
+    """The parameters' own."""
+    matrices: int
+    """The gradient as matrices V, with biases in a column: copies, if a unit has several parameters."""
     state: int
     """Statistics, inverse, momentum, and what it takes to roll back a step."""
+    rollback: int
+    """What it takes to roll back a step: gone once that is validated, before anything else is made."""
     noise: int
-    """What the state has besides while mini-batches are noisy: δ beside the momentum buffer, and θ̄."""
+    """What a step has besides while mini-batches are noisy: δ beside the momentum buffer, in the state and
+    for every γ that is tried, and θ̄."""
+    moments: int
+    """New statistics, beside those of the state."""
     refresh: int
     """What a step with a refresh has besides, at the most: new statistics, the inverses of two γ."""
     activations: int
-    """What K-FAC's own pass over the examples of the statistics keeps, an estimate."""
+    """What K-FAC's own pass over the examples of the statistics holds at its peak, an estimate."""
+    tangents: int
+    """What J v on the examples of the Fisher products holds at its peak, an estimate."""
+    closure: int
+    """What a forward and a backward pass over the mini-batch, or the largest of its micro-batches, holds at
+    its peak, an estimate; the gradients are among it."""
+
+    @property
+    def phases(self) -> Mapping[str, int]:
+        """All that is held at the peak of each phase of a step; one phase begins when another is over."""
+        before = self.parameters + self.state + self.noise
+        computing = before - self.rollback + self.gradients + self.matrices
+        return MappingProxyType(
+            {
+                "closure": before + self.closure,
+                "statistics": computing + self.moments + self.activations,
+                "refresh": computing + self.refresh + self.tangents,
+            }
+        )
 
     @property
     def total(self) -> int:
-        """All of it at once; the user's own pass over the mini-batch is not among it."""
-        return (
-            self.parameters
-            + self.gradients
-            + self.state
-            + self.noise
-            + self.refresh
-            + self.activations
-        )
+        """The peak of a step: that of its largest phase."""
+        return max(self.phases.values())
 
 
 @dataclass(frozen=True)
@@ -126,8 +147,9 @@ class Plan:
             f"Memory: parameters {readable(m.parameters)}, gradients {readable(m.gradients)}, "
             f"state {readable(m.state)}"
             + (f" (up to {readable(m.noise)} more)" if m.noise else ""),
-            f"        a refresh {readable(m.refresh)}, K-FAC's own pass about "
-            f"{readable(m.activations)}; together {readable(m.total)} at the most",
+            f"        a refresh {readable(m.refresh)}; passes: closure about {readable(m.closure)}, "
+            f"statistics {readable(m.activations)}, Fisher products {readable(m.tangents)}",
+            f"        at the peak of a step about {readable(m.total)}",
         ]
         return "\n".join(lines)
 

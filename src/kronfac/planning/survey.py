@@ -4,8 +4,7 @@ The graph, the taps and the moments are made as a step makes them, counted and f
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,8 +60,6 @@ class Survey:
     units: list[Seen]
     forward: float
     """Multiplications of a forward pass, per example."""
-    kept: float
-    """Bytes that a pass with its taps keeps, per example."""
     outputs: int
     """Outputs of an example, over all loss calls."""
     engine: str
@@ -92,9 +89,8 @@ def survey(network: Network, batch: Batch, inverse: ApproximateInverse) -> Surve
     (some,) = subsets(network, batch, [min(FEW, batch.examples)], None)
     # One pass is enough; micro-batches are alike.
     part = some.passes[0]
-    view, saved = Traced(network, part), _Saved(network)
-    with saved.hooks():
-        outputs = view.outputs
+    view = Traced(network, part)
+    outputs = view.outputs
     with PlainKernels(), Multiplications() as forward:
         part.run(network.model)
     vectors = [_random_like(z) for z in outputs]
@@ -105,7 +101,6 @@ def survey(network: Network, batch: Batch, inverse: ApproximateInverse) -> Surve
     )
     del view
     units = [_seen(network, n, own, part.examples, inverse) for n, own in enumerate(taps)]
-    held = saved.bytes + sum(_bytes(tensor) for own in taps for tensor in tensors_in(own))
     examples = max(part.examples, 1)
     return Survey(
         network,
@@ -116,7 +111,6 @@ def survey(network: Network, batch: Batch, inverse: ApproximateInverse) -> Surve
             sum(unit.uses for unit in units),
             sum(p.numel() for p in network.parameters),
         ),
-        held / examples,
         round(sum(z.numel() for z in outputs) / examples),
         _engine(network, part),
     )
@@ -154,32 +148,6 @@ def _vectors(tap: AnyTap) -> int:
 def _sizes(moments: Moments) -> str:
     named = [(name, value) for name, value in vars(moments).items() if isinstance(value, Tensor)]
     return ", ".join(f"{name} {'×'.join(map(str, value.shape))}" for name, value in named)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-class _Saved:
-    """Bytes that a graph keeps, each storage once, parameters left out."""
-
-    def __init__(self, network: Network) -> None:
-        self.bytes = 0
-        self._known = {p.untyped_storage().data_ptr() for p in network.model.parameters()}
-
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Count what is saved while this lasts."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            yield
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._known:
-            self._known.add(storage.data_ptr())
-            self.bytes += storage.nbytes()
-        # Without its graph: a node that kept its own outputs would never be freed.
-        return tensor.detach()
 
 
 # --------------------------------------------------------------------------------------------- engine

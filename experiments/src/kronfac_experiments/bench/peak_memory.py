@@ -111,8 +111,17 @@ def measured(sizes: Sizes, inverse: Inverse, preset: Preset, threads: int, seed:
         "threads": threads,
         "seed": seed,
     }
+    return int(run_alone(__name__, task))
+
+
+def run_alone(module: str, task: dict[str, Any]) -> str:
+    """What a module prints in a process of its own, started with this task as its argument.
+
+    Raises:
+        LeftOutError: the process failed, for lack of memory perhaps.
+    """
     done = subprocess.run(
-        [sys.executable, "-m", __name__, json.dumps(task)],
+        [sys.executable, "-m", module, json.dumps(task)],
         capture_output=True,
         text=True,
         check=False,
@@ -120,7 +129,7 @@ def measured(sizes: Sizes, inverse: Inverse, preset: Preset, threads: int, seed:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise LeftOutError(f"its memory could not be measured: {last}")
-    return int(done.stdout)
+    return done.stdout
 
 
 def main(task: dict[str, Any]) -> None:

@@ -1,0 +1,28 @@
+"""What a pass has held is free when the pass is: no graph waits for Python's collector."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from kronfac.linearization import Traced
+from tests.layers.kinds import KINDS
+from tests.layers.problems import regression
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_graph_is_freed_with_its_view(name):
+    model, x = KINDS[name].build()
+    problem = regression(model, x)
+    network, (part,) = problem.network, problem.batch.passes
+    gc.collect()
+    gc.disable()
+    try:
+        view = Traced(network, part)
+        view.taps([torch.ones_like(z) for z in view.outputs])
+        uses = weakref.ref(view._graph[2])
+        del view
+        assert uses() is None
+    finally:
+        gc.enable()
