@@ -38,7 +38,13 @@ class Traced(Linearization):
         examples, dim = self.part.examples, self.part.dim
         with (
             torch.enable_grad(),
-            record_uses(network.sites, network.units, examples, dim=dim) as seen,
+            record_uses(
+                network.sites,
+                network.units,
+                examples,
+                dim=dim,
+                buffers=network.model.buffers(),
+            ) as seen,
         ):
             raw = self.part.run(network.model)
         with torch.enable_grad():

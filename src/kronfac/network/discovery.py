@@ -35,7 +35,13 @@ def discover(network: Network, part: Pass) -> Network:
         return network
     with (
         torch.enable_grad(),
-        record_uses(network.sites, network.units, part.examples, dim=part.dim) as seen,
+        record_uses(
+            network.sites,
+            network.units,
+            part.examples,
+            dim=part.dim,
+            buffers=network.model.buffers(),
+        ) as seen,
     ):
         part.run(network.model)
     units = [

@@ -8,7 +8,7 @@ exponentials, anything of parameters alone) is followed: what results is *derive
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from kronfac.network.by_example import PLAIN, Layout
+from kronfac.network.by_example import PLAIN, Elementwise, Layout
 from kronfac.network.find import Site
+from kronfac.network.order import Orders
 from kronfac.network.unit import Unit
-from kronfac.network.uses import Elementwise, Uses
+from kronfac.network.uses import Uses
 
 Function = Callable[..., Any]
 Observer = Callable[..., Any]
@@ -62,11 +63,13 @@ class SeeFunctions(TorchFunctionMode):
     Args:
         uses: what they record in.
         hooked: ids of parameters that are recorded by hooks.
+        tables: tensors of the model's that no example enters.
     """
 
-    def __init__(self, uses: Uses, hooked: set[int]) -> None:
+    def __init__(self, uses: Uses, hooked: set[int], tables: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.uses = uses
+        self._orders = Orders(uses.examples, uses.order, tables)
         self.unseen: dict[int, str] = {}
         """By the id of a parameter, the name of a function that was given it and is not understood."""
         self._hooked = hooked
@@ -76,11 +79,18 @@ class SeeFunctions(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        usual, order = self.uses.order, self._orders.call(func, args, kwargs)
         observer = OBSERVERS.get(func)
         if observer is not None:
-            return observer(self, *args, **kwargs)
-        result = func(*args, **kwargs)
-        self.follow(func, args, kwargs, result)
+            self.uses.order = order
+            try:
+                result = observer(self, *args, **kwargs)
+            finally:
+                self.uses.order = usual
+        else:
+            result = func(*args, **kwargs)
+            self.follow(func, args, kwargs, result)
+        self._orders.note(func, args, order, result)
         return result
 
     def parameter(self, value: Any) -> Tensor | None:
@@ -186,6 +196,10 @@ def _transposes(func: Function, args: tuple[Any, ...]) -> bool:
     return (func in _SWAPS and set(dims) == {0, 1}) or (func in _PERMUTES and dims == [1, 0])
 
 
+def _whole_numbers(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
 @contextmanager
 def record_uses(
     sites: Sequence[Site],
@@ -194,8 +208,12 @@ def record_uses(
     *,
     keep_sources: bool = False,
     dim: int = 0,
+    buffers: Iterable[Tensor] = (),
 ) -> Iterator[SeeFunctions]:
-    """Record the uses of a forward pass inside this context, see `Uses`."""
+    """Record the uses of a forward pass inside this context, see `Uses`.
+
+    Whole numbers among the model's `buffers` are those of positions, whatever their shape.
+    """
     uses, thread = Uses(units, examples, keep_sources, dim), threading.get_ident()
 
     def recorder(site: Site) -> Any:
@@ -211,7 +229,7 @@ def record_uses(
     ]
     hooked = {id(p) for s in sites for p in s.module._parameters.values() if p is not None}
     try:
-        with SeeFunctions(uses, hooked) as seen:
+        with SeeFunctions(uses, hooked, filter(_whole_numbers, buffers)) as seen:
             yield seen
     finally:
         for handle in handles:
