@@ -69,9 +69,11 @@ class SeeFunctions(TorchFunctionMode):
     def __init__(self, uses: Uses, hooked: set[int], tables: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.uses = uses
-        self._orders = Orders(uses.examples, uses.order, tables)
+        self.orders = Orders(uses.examples, uses.order, tables)
         self.unseen: dict[int, str] = {}
         """By the id of a parameter, the name of a function that was given it and is not understood."""
+        self.computed: set[int] = set()
+        """Ids of those of which such a function was given what is derived, not the parameter itself."""
         self._hooked = hooked
         self._derived: dict[int, Derived] = {}
 
@@ -79,7 +81,7 @@ class SeeFunctions(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        usual, order = self.uses.order, self._orders.call(func, args, kwargs)
+        usual, order = self.uses.order, self.orders.call(func, args, kwargs)
         observer = OBSERVERS.get(func)
         if observer is not None:
             self.uses.order = order
@@ -90,7 +92,7 @@ class SeeFunctions(TorchFunctionMode):
         else:
             result = func(*args, **kwargs)
             self.follow(func, args, kwargs, result)
-        self._orders.note(func, args, order, result)
+        self.orders.note(func, args, order, result)
         return result
 
     def parameter(self, value: Any) -> Tensor | None:
@@ -106,26 +108,27 @@ class SeeFunctions(TorchFunctionMode):
     def follow(self, func: Function, args: Any, kwargs: Any, result: Any) -> None:
         """Remember what was made of parameters, or that they were used in a way that is not understood."""
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        roots: list[Tensor] = []
-        for leaf in leaves:
-            if self.parameter(leaf) is not None:
-                roots.append(leaf)
-            elif (found := self.derived(leaf)) is not None:
-                roots += found.roots
+        own = [leaf for leaf in leaves if self.parameter(leaf) is not None]
+        others = [found.roots for leaf in leaves if (found := self.derived(leaf)) is not None]
+        roots = [*own, *(root for found in others for root in found)]
         if not roots:
             return
         results = [
             x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad
         ]
-        alone = all(self.parameter(x) is not None or self.derived(x) for x in leaves)
+        alone = all(
+            self.parameter(x) is not None or self.derived(x) or self.orders.is_table(x)
+            for x in leaves
+        )
         for value in results:
             if self.parameter(value) is not None:
                 continue  # itself, as `to` gives it back
             if alone:
-                own = _transposes(func, args) and self.parameter(args[0]) is not None
-                self._derived[id(value)] = Derived(value, tuple(roots), own)
+                turned = _transposes(func, args) and self.parameter(args[0]) is not None
+                self._derived[id(value)] = Derived(value, tuple(roots), turned)
             else:
-                self.give_up(roots, func)
+                self.give_up(own, func)
+                self.give_up(roots[len(own) :], func, computed=True)
 
     def elementwise(
         self, outputs: Tensor, *factors: tuple[Any, Tensor | None, Sequence[int]]
@@ -163,12 +166,14 @@ class SeeFunctions(TorchFunctionMode):
             if (p := self.parameter(value)) is not None:
                 self.give_up([p], func)
             elif (derived := self.derived(value)) is not None:
-                self.give_up(derived.roots, func)
+                self.give_up(derived.roots, func, computed=True)
 
-    def give_up(self, parameters: Any, func: Function) -> None:
-        """Remember that parameters were used in a way that is not understood."""
+    def give_up(self, parameters: Any, func: Function, *, computed: bool = False) -> None:
+        """Remember that parameters, or what is computed from them, were used in a way not understood."""
         for p in parameters:
-            self.unseen.setdefault(id(p), getattr(func, "__name__", str(func)))
+            if id(p) not in self.unseen:
+                self.unseen[id(p)] = getattr(func, "__name__", str(func))
+                self.computed |= {id(p)} if computed else set()
 
 
 def not_a_view(outputs: Tensor) -> Tensor:

@@ -72,6 +72,10 @@ class Orders:
                 self._known[id(tensor)] = tensor, order
                 self._sizes[id(tensor)] = size
 
+    def is_table(self, tensor: Tensor) -> bool:
+        """Whether no example enters a tensor."""
+        return self._of(tensor) == Order.NONE
+
     def _of(self, tensor: Tensor) -> Order:
         return self._known.get(id(tensor), (tensor, self._usual))[1]
 
