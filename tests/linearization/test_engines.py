@@ -317,6 +317,32 @@ def test_without_forward_mode_differences_are_taken_from_then_on(monkeypatch):
         monkeypatch.delattr(forward_mode, "jvp", raising=False)  # not asked again
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=["GPU", "CPU"],
+)
+def test_out_of_memory_once_is_not_for_good(error, monkeypatch):
+    """Differences take less; the next pass, which may be smaller, is by forward mode again."""
+    network, part = PROBLEMS["layer normalisation"].network()
+    (v,) = directions_of(network, 1)
+    (expected,) = jvp(network, part, [v])
+
+    def fails(*args):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(forward_mode, "outputs_and_jvp", fails)
+        (found,) = jvp(network, part, [v])
+    assert_close(found, expected, **DIFFERENCES)
+    assert network.learned.forward_mode
+    (again,) = jvp(network, part, [v])
+    assert torch.equal(again, expected)
+
+
 def test_an_error_of_the_model_itself_is_raised():
     network, part = PROBLEMS["perceptron"].network()
 
