@@ -17,7 +17,17 @@ from kronfac.curvature import ApproximateInverse, Curvature
 from kronfac.errors import ClosureError, UnsupportedModelError
 from kronfac.linalg import OuterProduct
 from kronfac.linearization.by_hand import outputs_at
-from kronfac.network import Batch, Matrices, Network, RandomState, dot, record, replay
+from kronfac.network import (
+    Batch,
+    Kept,
+    Matrices,
+    Network,
+    RandomState,
+    dot,
+    record,
+    replay,
+    restore,
+)
 from kronfac.network.chain import chain_network
 from kronfac.network.discovery import discover
 from kronfac.network.division import arrange
@@ -57,6 +67,8 @@ class Evaluation:
     """The generators' state before the closure was called."""
     factors: Sequence[OuterProduct] | None = None
     """The gradient without weight decay as outer products, if they are wanted."""
+    buffers: Sequence[Kept] = ()
+    """Buffers that forward passes write to, as they were before the closure was called."""
 
     def gradient(self) -> Matrices:
         """∇h, the weight decay's ηθ included; what was there before the closure does not count.
@@ -129,8 +141,9 @@ class Evaluation:
         try:
             for p in parameters:
                 p.grad = None
-            # With the random numbers of the first call, or the two losses could not be compared.
+            # With the first call's random numbers and buffers, or the two losses could not be compared.
             with replay(self.random), self.network.displaced(delta), torch.enable_grad():
+                restore(self.buffers)
                 returned = self.reevaluate()
             return as_loss(returned, self.network.device).double()
         finally:
@@ -224,6 +237,7 @@ def evaluate(
             found = own.by_hand(network, wanted)
     stale: StaleGradients = {}
     factors: Sequence[OuterProduct] | None = None
+    buffers: Sequence[Kept] = ()
     if found:
         returned, batch, factors = found.loss, found.batch, found.factors
     else:
@@ -231,10 +245,15 @@ def evaluate(
             grads = [(p, p.grad) for p in network.parameters]
             stale = {p: (grad, grad._version) for p, grad in grads if grad is not None}
         versions = network.buffers.versions()
-        with record(model, network.objective) as recording, torch.enable_grad():
+        kept = network.buffers.before_call("")
+        with (
+            record(model, network.objective, network.buffers) as recording,
+            torch.enable_grad(),
+        ):
             returned = call()
         batch = recording.batch()
         network.buffers.note_writes(versions)
+        buffers = network.buffers.written(kept)
         batch = arrange(network, batch)
         if not network.discovered:
             with network.buffers.preserved():
@@ -244,7 +263,7 @@ def evaluate(
             network = chain_network(network, batch.passes[0])
     loss = as_loss(returned, network.device)
     evaluation = Evaluation(
-        network, returned, loss, loss, weight_decay, batch, call, stale, random, factors
+        network, returned, loss, loss, weight_decay, batch, call, stale, random, factors, buffers
     )
     if not batch.mixed:
         return evaluation

@@ -50,6 +50,22 @@ class OutsideItsModule(nn.Module):
         return torch.sigmoid(self.encoder(x)) @ self.encoder.weight
 
 
+class Constants(nn.Module):
+    """Scaled by a number that is computed from a parameter and from activations, without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = mlp([3, 2])[0]
+
+    def forward(self, x):
+        z = self.layer(x)
+        with torch.no_grad():
+            size = torch.empty((), dtype=z.dtype)
+            torch.sum(self.layer.weight.square(), dim=(0, 1), out=size)
+            size += z.square().mean()
+        return torch.tanh(z) / size
+
+
 @dataclass(frozen=True)
 class Problem:
     """A model, and what happens between it and the loss."""
@@ -139,6 +155,17 @@ def views(network: Network, part: Pass) -> list[Linearization]:
 def test_which_problems_go_by_hand():
     by_hand = {name for name, p in PROBLEMS.items() if trace_of(*p.network()) is not None}
     assert by_hand == {"perceptron", "no biases", "dropout"}
+
+
+def test_forward_mode_takes_what_has_no_gradients_for_a_constant():
+    """As backward mode does; `out=` would have no forward-mode derivative besides."""
+    network, part = Problem(Constants, normal(5, 3)).network()
+    J = dense_jacobian(network, part)
+    v = tuple(normal(*unit.shape, seed=n) for n, unit in enumerate(network.units))
+    (Jv,) = forward_mode.jvp(network, part, [v])
+    flat = torch.cat([t.reshape(-1) for t in network.split(v)])
+    assert_close(part.terms[0].matrix(Jv)[0].reshape(-1), J @ flat, **EXACT)
+    assert not any(t.requires_grad for t in forward_mode.outputs_and_jvp(network, part, [v])[0])
 
 
 @each_problem
@@ -288,6 +315,32 @@ def test_without_forward_mode_differences_are_taken_from_then_on(monkeypatch):
         assert_close(raw[0].reshape(-1), J @ flat(network, v), **DIFFERENCES)
         assert not network.learned.forward_mode
         monkeypatch.delattr(forward_mode, "jvp", raising=False)  # not asked again
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=["GPU", "CPU"],
+)
+def test_out_of_memory_once_is_not_for_good(error, monkeypatch):
+    """Differences take less; the next pass, which may be smaller, is by forward mode again."""
+    network, part = PROBLEMS["layer normalisation"].network()
+    (v,) = directions_of(network, 1)
+    (expected,) = jvp(network, part, [v])
+
+    def fails(*args):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(forward_mode, "outputs_and_jvp", fails)
+        (found,) = jvp(network, part, [v])
+    assert_close(found, expected, **DIFFERENCES)
+    assert network.learned.forward_mode
+    (again,) = jvp(network, part, [v])
+    assert torch.equal(again, expected)
 
 
 def test_an_error_of_the_model_itself_is_raised():

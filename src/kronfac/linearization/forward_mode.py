@@ -6,6 +6,7 @@ threads that evaluate the model meanwhile see none of it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ class DualParameters(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         given = {name: self._replace(value) for name, value in (kwargs or {}).items()}
-        return func(*map(self._replace, args), **given)
+        # What a model computes without gradients is a constant to backward mode: so it is here.
+        with nullcontext() if torch.is_grad_enabled() else forward_ad._set_fwd_grad_enabled(False):
+            return func(*map(self._replace, args), **given)
 
     def _replace(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -60,7 +63,8 @@ def outputs_and_jvp(
             pairs = zip(network.parameters, network.split(direction), strict=True)
             # Copies: what a forward pass writes to its parameters is not for this pass to write.
             duals = {id(p): forward_ad.make_dual(p.detach().clone(), v) for p, v in pairs}
-            with PlainKernels(), DualParameters(duals):
+            # No graph comes of this: dual numbers need no gradients.
+            with torch.enable_grad(), PlainKernels(), DualParameters(duals):
                 outputs = part.run(network.model)
             unpacked = [forward_ad.unpack_dual(z) for z in outputs]
             values = [z.detach() for z, _ in unpacked]

@@ -38,7 +38,13 @@ class Traced(Linearization):
         examples, dim = self.part.examples, self.part.dim
         with (
             torch.enable_grad(),
-            record_uses(network.sites, network.units, examples, dim=dim) as seen,
+            record_uses(
+                network.sites,
+                network.units,
+                examples,
+                dim=dim,
+                buffers=network.model.buffers(),
+            ) as seen,
         ):
             raw = self.part.run(network.model)
         with torch.enable_grad():
@@ -156,9 +162,15 @@ def outputs_and_jvp(
     if network.learned.forward_mode:
         try:
             return forward_mode.outputs_and_jvp(network, part, directions)
-        except (NotImplementedError, RuntimeError):
+        except (NotImplementedError, RuntimeError) as error:
             # Operations without a forward-mode derivative; another error comes up again below.
-            found = finite_difference.outputs_and_jvp(network, part, directions)
-            network.learned.forward_mode = False
-            return found
+            lasts = not _out_of_memory(error)
+        found = finite_difference.outputs_and_jvp(network, part, directions)
+        network.learned.forward_mode = not lasts
+        return found
     return finite_difference.outputs_and_jvp(network, part, directions)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether this pass had no memory, which another one may have; the error of CPUs has no type."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -8,7 +8,7 @@ from kronfac.network.hooks import record
 from kronfac.network.layers.linear import LinearAdapter
 from kronfac.network.network import Network
 from kronfac.network.program import Batch, LossCall, ModelCall, Pass, Ref
-from kronfac.network.side_effects import Buffers, RandomState, hooked, replay, restore
+from kronfac.network.side_effects import Buffers, Kept, RandomState, hooked, replay, restore
 from kronfac.network.subset import sizes, subsets
 from kronfac.network.unit import Unit
 from kronfac.network.uses import Uses
@@ -19,6 +19,7 @@ __all__ = [
     "Batch",
     "Blocks",
     "Buffers",
+    "Kept",
     "LinearAdapter",
     "LossCall",
     "Matrices",

@@ -35,7 +35,13 @@ def discover(network: Network, part: Pass) -> Network:
         return network
     with (
         torch.enable_grad(),
-        record_uses(network.sites, network.units, part.examples, dim=part.dim) as seen,
+        record_uses(
+            network.sites,
+            network.units,
+            part.examples,
+            dim=part.dim,
+            buffers=network.model.buffers(),
+        ) as seen,
     ):
         part.run(network.model)
     units = [
@@ -56,9 +62,16 @@ def discover(network: Network, part: Pass) -> Network:
 
 
 def _unit(network: Network, number: int, unit: Unit, seen: SeeFunctions) -> Unit:
-    unseen = [seen.unseen[id(p)] for p in unit.parameters if id(p) in seen.unseen]
+    unseen = [p for p in unit.parameters if id(p) in seen.unseen]
     if unseen:
-        return _unobserved(unit, f"used in torch's {unseen[0]}, which KFAC does not understand")
+        function = f"torch's {seen.unseen[id(unseen[0])]}"
+        if any("parametrizations." in name for name in unit.names):
+            why = "the layer's weight is computed from it by a parametrization"
+        elif id(unseen[0]) in seen.computed:
+            why = f"{function} is given what is computed from it, not the parameter itself"
+        else:
+            why = f"used in {function}, which KFAC does not understand"
+        return _unobserved(unit, why)
     if not seen.uses.of[number]:
         # One with an adapter may be used by other examples.
         return unit if unit.chosen else _unobserved(unit, "no use of it is seen")

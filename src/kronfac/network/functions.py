@@ -8,7 +8,7 @@ exponentials, anything of parameters alone) is followed: what results is *derive
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from kronfac.network.by_example import PLAIN, Layout
+from kronfac.network.by_example import PLAIN, Elementwise, Layout
 from kronfac.network.find import Site
+from kronfac.network.order import Orders
 from kronfac.network.unit import Unit
-from kronfac.network.uses import Elementwise, Uses
+from kronfac.network.uses import Uses
 
 Function = Callable[..., Any]
 Observer = Callable[..., Any]
@@ -62,13 +63,17 @@ class SeeFunctions(TorchFunctionMode):
     Args:
         uses: what they record in.
         hooked: ids of parameters that are recorded by hooks.
+        tables: tensors of the model's that no example enters.
     """
 
-    def __init__(self, uses: Uses, hooked: set[int]) -> None:
+    def __init__(self, uses: Uses, hooked: set[int], tables: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.uses = uses
+        self.orders = Orders(uses.examples, uses.order, tables)
         self.unseen: dict[int, str] = {}
         """By the id of a parameter, the name of a function that was given it and is not understood."""
+        self.computed: set[int] = set()
+        """Ids of those of which such a function was given what is derived, not the parameter itself."""
         self._hooked = hooked
         self._derived: dict[int, Derived] = {}
 
@@ -76,11 +81,18 @@ class SeeFunctions(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        usual, order = self.uses.order, self.orders.call(func, args, kwargs)
         observer = OBSERVERS.get(func)
         if observer is not None:
-            return observer(self, *args, **kwargs)
-        result = func(*args, **kwargs)
-        self.follow(func, args, kwargs, result)
+            self.uses.order = order
+            try:
+                result = observer(self, *args, **kwargs)
+            finally:
+                self.uses.order = usual
+        else:
+            result = func(*args, **kwargs)
+            self.follow(func, args, kwargs, result)
+        self.orders.note(func, args, order, result)
         return result
 
     def parameter(self, value: Any) -> Tensor | None:
@@ -96,26 +108,27 @@ class SeeFunctions(TorchFunctionMode):
     def follow(self, func: Function, args: Any, kwargs: Any, result: Any) -> None:
         """Remember what was made of parameters, or that they were used in a way that is not understood."""
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        roots: list[Tensor] = []
-        for leaf in leaves:
-            if self.parameter(leaf) is not None:
-                roots.append(leaf)
-            elif (found := self.derived(leaf)) is not None:
-                roots += found.roots
+        own = [leaf for leaf in leaves if self.parameter(leaf) is not None]
+        others = [found.roots for leaf in leaves if (found := self.derived(leaf)) is not None]
+        roots = [*own, *(root for found in others for root in found)]
         if not roots:
             return
         results = [
             x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad
         ]
-        alone = all(self.parameter(x) is not None or self.derived(x) for x in leaves)
+        alone = all(
+            self.parameter(x) is not None or self.derived(x) or self.orders.is_table(x)
+            for x in leaves
+        )
         for value in results:
             if self.parameter(value) is not None:
                 continue  # itself, as `to` gives it back
             if alone:
-                own = _transposes(func, args) and self.parameter(args[0]) is not None
-                self._derived[id(value)] = Derived(value, tuple(roots), own)
+                turned = _transposes(func, args) and self.parameter(args[0]) is not None
+                self._derived[id(value)] = Derived(value, tuple(roots), turned)
             else:
-                self.give_up(roots, func)
+                self.give_up(own, func)
+                self.give_up(roots[len(own) :], func, computed=True)
 
     def elementwise(
         self, outputs: Tensor, *factors: tuple[Any, Tensor | None, Sequence[int]]
@@ -153,12 +166,14 @@ class SeeFunctions(TorchFunctionMode):
             if (p := self.parameter(value)) is not None:
                 self.give_up([p], func)
             elif (derived := self.derived(value)) is not None:
-                self.give_up(derived.roots, func)
+                self.give_up(derived.roots, func, computed=True)
 
-    def give_up(self, parameters: Any, func: Function) -> None:
-        """Remember that parameters were used in a way that is not understood."""
+    def give_up(self, parameters: Any, func: Function, *, computed: bool = False) -> None:
+        """Remember that parameters, or what is computed from them, were used in a way not understood."""
         for p in parameters:
-            self.unseen.setdefault(id(p), getattr(func, "__name__", str(func)))
+            if id(p) not in self.unseen:
+                self.unseen[id(p)] = getattr(func, "__name__", str(func))
+                self.computed |= {id(p)} if computed else set()
 
 
 def not_a_view(outputs: Tensor) -> Tensor:
@@ -186,6 +201,10 @@ def _transposes(func: Function, args: tuple[Any, ...]) -> bool:
     return (func in _SWAPS and set(dims) == {0, 1}) or (func in _PERMUTES and dims == [1, 0])
 
 
+def _whole_numbers(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
 @contextmanager
 def record_uses(
     sites: Sequence[Site],
@@ -194,8 +213,12 @@ def record_uses(
     *,
     keep_sources: bool = False,
     dim: int = 0,
+    buffers: Iterable[Tensor] = (),
 ) -> Iterator[SeeFunctions]:
-    """Record the uses of a forward pass inside this context, see `Uses`."""
+    """Record the uses of a forward pass inside this context, see `Uses`.
+
+    Whole numbers among the model's `buffers` are those of positions, whatever their shape.
+    """
     uses, thread = Uses(units, examples, keep_sources, dim), threading.get_ident()
 
     def recorder(site: Site) -> Any:
@@ -211,7 +234,7 @@ def record_uses(
     ]
     hooked = {id(p) for s in sites for p in s.module._parameters.values() if p is not None}
     try:
-        with SeeFunctions(uses, hooked) as seen:
+        with SeeFunctions(uses, hooked, filter(_whole_numbers, buffers)) as seen:
             yield seen
     finally:
         for handle in handles:

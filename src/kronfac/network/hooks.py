@@ -9,21 +9,27 @@ from torch import nn
 
 from kronfac.network.plain import instead_of_checkpoints, not_reentrant
 from kronfac.network.recorder import Recording
+from kronfac.network.side_effects import Buffers
 from kronfac.objective import Objective
 
 
 @contextmanager
-def record(model: nn.Module, objective: Objective) -> Iterator[Recording]:
-    """Record what this thread does with the model, inside this context."""
-    recording = Recording(model, objective)
+def record(
+    model: nn.Module, objective: Objective, buffers: Buffers | None = None
+) -> Iterator[Recording]:
+    """Record what this thread does with the model, inside this context.
+
+    `buffers` are those of the model, or of what is inside if that is compiled.
+    """
+    own: nn.Module = getattr(model, "_orig_mod", model)
+    recording = Recording(model, objective, Buffers(own) if buffers is None else buffers)
     with ExitStack() as stack:
         for path, module in _modules(model):
+            before = partial(recording.before_model, path)
             after = partial(recording.after_model, path)
             for handle in (
                 # Before other hooks, which may change what the module is given: they will do so again.
-                module.register_forward_pre_hook(
-                    recording.before_model, with_kwargs=True, prepend=True
-                ),
+                module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
                 module.register_forward_hook(after, with_kwargs=True, always_call=True),
             ):
                 stack.callback(handle.remove)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from kronfac.network.nested import Ref, fill, tensors_of
 from kronfac.network.plain import own_pass
-from kronfac.network.side_effects import RandomState, replay
+from kronfac.network.side_effects import RandomState, Start, replay, start_from
 from kronfac.objective import JOINED, READERS, Terms
 
 __all__ = ["Batch", "LossCall", "ModelCall", "Operation", "Pass", "Ref"]
@@ -41,6 +41,8 @@ class ModelCall:
     """The generators' state before it, if it drew from them."""
     trace: Any = None
     """What the examples met on their way through the network, if it is kept for several passes."""
+    buffers: tuple[Start, ...] = ()
+    """The values, before it, of the buffers that it writes to."""
     path: str = ""
     """Which module was called, as `named_modules` has it; the model itself by default."""
 
@@ -51,7 +53,11 @@ class ModelCall:
             assert isinstance(model, nn.Module)
             forward = model.get_submodule(self.path)
         args, kwargs = fill((self.args, self.kwargs), values)
-        with replay(self.random), CatchLosses() if self.losses else nullcontext() as caught:
+        with (
+            replay(self.random),
+            start_from(model, self.buffers),
+            CatchLosses() if self.losses else nullcontext() as caught,
+        ):
             outputs = forward(*args, **kwargs)
         yield from zip(self.outputs, tensors_of(outputs), strict=True)
         if caught is not None:

@@ -27,7 +27,7 @@ from kronfac.network.program import (
     Operation,
     loss_input,
 )
-from kronfac.network.side_effects import RandomState
+from kronfac.network.side_effects import Buffers, Kept, RandomState, device_of
 from kronfac.network.tape import Tape, written_by
 from kronfac.objective import JOINED, READERS, Objective, observe
 from kronfac.precision import mixed
@@ -41,16 +41,17 @@ _GRADIENT = getattr(torch.Tensor.grad, "__get__")  # noqa: B009
 class Recording(TorchFunctionMode):
     """What the closure did, seen from inside it."""
 
-    def __init__(self, model: nn.Module, objective: Objective) -> None:
+    def __init__(self, model: nn.Module, objective: Objective, buffers: Buffers) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
+        self._buffers, self._kept = buffers, list[Kept]()
         self.steps: list[ModelCall | Operation] = []
         self.losses: list[SeenLoss] = []
         self.mixed = False
         self._tape = Tape(model)
         self._thread = threading.get_ident()
-        self._device = _device(model)
+        self._device = device_of(model)
         self._depth = 0  # of calls that run; a backward pass, which may repeat some, counts too
         self._suspended = ExitStack()
         self._random: RandomState | None = None
@@ -61,7 +62,7 @@ class Recording(TorchFunctionMode):
     # ------------------------------------------------------------------------------------- the model
 
     def before_model(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """A forward pre-hook."""
         if threading.get_ident() != self._thread:
@@ -75,6 +76,7 @@ class Recording(TorchFunctionMode):
         if hasattr(module, "_orig_mod"):  # the compiler would trace this mode
             self._suspended.enter_context(_pop_mode_temporarily())
         self._random = RandomState.current(self._device)
+        self._kept = self._buffers.before_call(path)
 
     def after_model(
         self,
@@ -92,6 +94,7 @@ class Recording(TorchFunctionMode):
             return
         self._suspended.close()
         given, self._given = self._given, None
+        start, self._kept = self._buffers.after_call(path, self._kept), []
         tensors = tensors_of(outputs)
         if not any(tensor.requires_grad for tensor in tensors):  # an evaluation on the side
             return
@@ -106,6 +109,7 @@ class Recording(TorchFunctionMode):
             outputs=tuple(self._tape.remember(tensor) for tensor in tensors),
             losses=tuple(self._inside),
             random=before if drew else None,
+            buffers=start,
             path=path,
         )
         self.steps.append(call)
@@ -290,8 +294,3 @@ class Recording(TorchFunctionMode):
             return Batch(declared, seen=False, mixed=self.mixed)
         seen = all(loss.function is not None for loss in losses)
         return Batch(group(self.steps, losses), seen=seen, mixed=self.mixed)
-
-
-def _device(model: nn.Module) -> torch.device:
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device

@@ -1,17 +1,25 @@
 """Passes that leave no trace: random numbers replayed, buffers as they were.
 
 K-FAC runs the model more often than its user does. Passes that are compared with each other have to draw
-the same dropout masks, and no pass of K-FAC's own may move running statistics or counters.
+the same dropout masks and to start from the same buffers, and no pass of K-FAC's own may move running
+statistics or counters.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+Kept = tuple[nn.Module, str, Tensor, Tensor]
+"""A module, the name of a buffer of its own, that buffer, and a copy of its values."""
+Start = tuple[str, str, Tensor]
+"""The path of a module, the name of a buffer of its own, and the values that a pass starts from."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,7 @@ class Buffers:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._written: set[str] = set()
+        self._seen: set[tuple[str, bytes]] = set()
         self._normalises = any(isinstance(module, _NormBase) for module in model.modules())
 
     def versions(self) -> dict[str, tuple[int, int]]:
@@ -93,17 +102,55 @@ class Buffers:
         changed = {name for name, now in self.versions().items() if before.get(name) != now}
         self._written |= {name.rpartition(".")[0] for name in changed}
 
-    def snapshot(self) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+    def snapshot(self) -> list[Kept]:
         """Copies of the buffers that forward passes write to, for `restore`."""
         if not (self._written or self._normalises):
             return []
-        kept = []
-        for prefix, module in self._model.named_modules():
-            own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-            trained = isinstance(module, _NormBase) and module.training
-            if trained or prefix in self._written:
-                kept += [(module, name, buffer, buffer.clone()) for name, buffer in own.items()]
-        return kept
+        return self._copies(self._writes)
+
+    def before_call(self, path: str) -> list[Kept]:
+        """Copies of the buffers that a call of this module may write to; for `after_call`, or `restore`.
+
+        Of all buffers the first time that it is called with the same modules in training: which of them
+        it writes to shows then.
+        """
+        return self.snapshot() if self._call(path) in self._seen else self._copies(lambda *_: True)
+
+    def after_call(self, path: str, kept: Sequence[Kept]) -> tuple[Start, ...]:
+        """What the call started from: the values before it of all buffers that it writes to."""
+        if (call := self._call(path)) not in self._seen:
+            self._seen.add(call)
+            written = {
+                module
+                for module, name, buffer, value in kept
+                if module._buffers.get(name) is not buffer or not torch.equal(buffer, value)
+            }
+            self._written |= {p for p, module in self._model.named_modules() if module in written}
+        paths = {module: p for p, module in self._model.named_modules()} if kept else {}
+        return tuple((paths[module], name, value) for module, name, _, value in self.written(kept))
+
+    def written(self, kept: Sequence[Kept]) -> list[Kept]:
+        """Those of the copies that are of buffers that forward passes write to."""
+        if not kept:
+            return []
+        writing = {m for path, m in self._model.named_modules() if self._writes(path, m)}
+        return [copy for copy in kept if copy[0] in writing]
+
+    def _call(self, path: str) -> tuple[str, bytes]:
+        """What calls that write to the same buffers have in common."""
+        return path, bytes(module.training for module in self._model.modules())
+
+    def _writes(self, path: str, module: nn.Module) -> bool:
+        return path in self._written or (isinstance(module, _NormBase) and module.training)
+
+    def _copies(self, wanted: Callable[[str, nn.Module], bool]) -> list[Kept]:
+        copies: dict[int, Tensor] = {}  # modules may have a buffer in common
+        return [
+            (module, name, buffer, copies.setdefault(id(buffer), buffer.detach().clone()))
+            for path, module in self._model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not is_lazy(buffer) and wanted(path, module)
+        ]
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -116,8 +163,35 @@ class Buffers:
 
 
 @torch.no_grad()
-def restore(kept: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+def restore(kept: Sequence[Kept]) -> None:
     """Put back what `Buffers.snapshot` has copied; a buffer that was replaced too."""
     for module, name, buffer, value in kept:
         buffer.copy_(value)
         module._buffers[name] = buffer
+
+
+@contextmanager
+def start_from(model: Any, buffers: Sequence[Start]) -> Iterator[None]:
+    """Buffers with these values while this lasts, which a pass may write to; then the model's own again.
+
+    Other tensors, not the model's own with other values: graphs of several passes keep what each has read.
+    """
+    if not buffers:
+        yield
+        return
+    places = [(model.get_submodule(path), name, value) for path, name, value in buffers]
+    own = [(module, name, module._buffers[name]) for module, name, _ in places]
+    copies: dict[int, Tensor] = {}
+    try:
+        for module, name, value in places:
+            module._buffers[name] = copies.setdefault(id(value), value.clone())
+        yield
+    finally:
+        for module, name, buffer in own:
+            module._buffers[name] = buffer
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the first parameter."""
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device

@@ -15,40 +15,20 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kronfac.curvature import AnyTap, ElementwiseTap, GroupedTap, Inputs, OneHot, Tap
 from kronfac.network.augmented import Augmented
-from kronfac.network.by_example import PLAIN, Arrange, Layout, by_example, sum_to_shape
+from kronfac.network.by_example import (
+    PLAIN,
+    Arrange,
+    Elementwise,
+    Layout,
+    Order,
+    by_example,
+)
 from kronfac.network.find import Site
-from kronfac.network.regrouped import Regrouped
+from kronfac.network.regrouped import Regrouped, Views
 from kronfac.network.unit import Unit
 
 Factor = Tensor | Inputs | None
 """What a parameter was multiplied with; None stands for ones."""
-
-
-@dataclass(frozen=True)
-class Elementwise:
-    """How one parameter enters a product of numbers one by one."""
-
-    x: Tensor | None
-    """What it is multiplied with, in the shape of the outputs; None stands for ones."""
-    shape: torch.Size
-    """The shape that it is broadcast from."""
-    derived: Tensor | None = None
-    """What was computed from it and is used in its place."""
-
-    def gradients(self, g: Tensor, p: Tensor, examples: int, first: int) -> Tensor:
-        """The gradient of every example, (examples, *p.shape), from that at the outputs."""
-        product = g if self.x is None else g * self.x
-        summed = sum_to_shape(product, self.shape, examples, first=first)
-        if self.derived is None:
-            return summed.reshape(len(summed), *p.shape)
-        (pulled,) = torch.autograd.grad(
-            self.derived,
-            p,
-            summed.reshape(len(summed), *self.derived.shape),
-            retain_graph=True,
-            is_grads_batched=True,
-        )
-        return pulled.detach()
 
 
 @dataclass(frozen=True)
@@ -76,7 +56,9 @@ class Uses:
     def __init__(
         self, units: Sequence[Unit], examples: int, keep_sources: bool = False, dim: int = 0
     ) -> None:
-        self.units, self.examples, self.dim = units, examples, dim
+        self.units, self.examples = units, examples
+        self.order = Order(dim)
+        """Where the function that is running has the examples."""
         self.edges: list[GradientEdge] = []
         """Where the outputs of the uses entered the graph. Edges, not tensors: an activation may overwrite
         the outputs, after which the tensor stands for something else."""
@@ -116,7 +98,7 @@ class Uses:
 
     def by_example(self, x: Tensor) -> Tensor:
         """(examples, places, features) from (…, features)."""
-        return by_example(x, self.examples, first=self.dim)
+        return by_example(x, self.examples, first=self.order)
 
     # ----------------------------------------------------------------------------------- recording
 
@@ -138,7 +120,7 @@ class Uses:
         for n, columns in found.items():
             unit = self.units[n]
             x = self._columns(unit, columns, outputs, layout)
-            tap = partial(_product_tap, x, layout, unit.rows, self.examples, self.dim)
+            tap = partial(_product_tap, x, layout, unit.rows, self.examples, self.order)
             self.of[n].append(Recorded(edge, tap, self._source([(None, source), *factors])))
 
     def transposed(
@@ -162,7 +144,7 @@ class Uses:
             stop = start + unit.parameters[i].numel() // unit.rows
             padding = (start, unit.shape[1] - stop)
             # Not a method of this object, which would hold itself, and with it the graph.
-            arrange = partial(by_example, examples=self.examples, first=self.dim)
+            arrange = partial(by_example, examples=self.examples, first=self.order)
             tap = partial(_transposed_tap, inputs, padding, counts, arrange)
             self.of[n].append(Recorded(self._edge(outputs), tap, self._source([(weight, x)])))
 
@@ -189,17 +171,18 @@ class Uses:
                     value, width = 1.0 if i in columns else 0.0, p.numel() // unit.rows
                     x = lead.new_full((), value).expand(*lead.shape[:-1], width)
                 parts.append(x.detach().to(unit.dtype))
-            tap = partial(_grouped_tap, torch.cat(parts, dim=-1), arrange, self.examples)
+            x = torch.cat(parts, dim=-1)
+            tap = partial(_grouped_tap, x, arrange, self.examples, self.order)
             self.of[n].append(Recorded(edge, tap, source if self._keep else None))
 
     def elementwise(
-        self, outputs: Tensor, factors: Sequence[tuple[Tensor | None, "Elementwise"]]
+        self, outputs: Tensor, factors: Sequence[tuple[Tensor | None, Elementwise]]
     ) -> None:
         """outputs = Σ_p P ⊙ x_p for pairs of P and x_p."""
         found = self._by_unit(outputs, factors)
         edge = self._edge(outputs) if found else 0
         for n, columns in found.items():
-            tap = partial(_elementwise_tap, self.units[n], columns, self.examples, self.dim)
+            tap = partial(_elementwise_tap, self.units[n], columns, self.examples, self.order)
             self.of[n].append(Recorded(edge, tap))
 
     def by_module(self, site: Site, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
@@ -223,7 +206,7 @@ class Uses:
         return found
 
     def _edge(self, outputs: Tensor, layout: Layout = PLAIN) -> int:
-        self.summed = self.summed or not layout.has_examples(outputs, self.examples)
+        self.summed = self.summed or not layout.has_examples(outputs, self.examples, self.order)
         self.edges.append(get_gradient_edge(outputs))
         self.outputs.append(outputs.shape)
         self._like.append(outputs.new_empty(0))
@@ -235,14 +218,16 @@ class Uses:
         """ā, (examples, places, columns), with zeros for parameters that this use does without."""
         parts: list[Tensor | Inputs] = []
         lead = layout.by_example(
-            layout.arranged(outputs.detach())[..., :1], self.examples, self.dim
+            layout.arranged(outputs.detach())[..., :1], self.examples, self.order
         )
         for i, p in enumerate(unit.parameters):
             x = columns.get(i)
             if isinstance(x, Tensor):
-                parts.append(layout.by_example(x.detach().to(unit.dtype), self.examples, self.dim))
+                parts.append(
+                    layout.by_example(x.detach().to(unit.dtype), self.examples, self.order)
+                )
             elif x is not None:
-                parts.append(x if x.shape[0] == len(lead) else Regrouped(x, len(lead)))
+                parts.append(x if x.shape[0] == len(lead) else self._regrouped(x, len(lead)))
             else:
                 value = 1.0 if i in columns else 0.0
                 width = p.numel() // unit.rows
@@ -255,6 +240,12 @@ class Uses:
         if isinstance(first, Tensor):
             return torch.cat([first, *tensors], dim=-1)
         return Augmented(first, tensors)
+
+    def _regrouped(self, x: Inputs, examples: int) -> Inputs:
+        """Inputs by the network's examples, of which each has several."""
+        if self.order == Order.VIEWS and examples == self.examples:
+            return Views.of(x, examples)
+        return Regrouped(x, examples)
 
     def _source(self, factors: Sequence[tuple[Tensor | None, Factor]]) -> Tensor | None:
         tensors = (x for _, x in factors if self._keep and isinstance(x, Tensor))
@@ -280,8 +271,10 @@ def _transposed_tap(
     return Tap(x, grads, counts, transposed=True)
 
 
-def _grouped_tap(x: Tensor, arrange: Arrange, examples: int, g: Tensor) -> GroupedTap:
-    by_group = (torch.stack([by_example(t, examples, 0) for t in u]) for u in (x, arrange(g)))
+def _grouped_tap(x: Tensor, arrange: Arrange, examples: int, first: int, g: Tensor) -> GroupedTap:
+    by_group = (
+        torch.stack([by_example(t, examples, 0, first=first) for t in u]) for u in (x, arrange(g))
+    )
     return GroupedTap(*by_group)
 
 

@@ -59,7 +59,7 @@ def record_example(
         ExampleError: the model can't be called so, or what it returns does not fit the loss.
     """
     args, kwargs = _arguments(example)
-    with record(model, network.objective) as recording, torch.enable_grad():
+    with record(model, network.objective, network.buffers) as recording, torch.enable_grad():
         with callers():
             try:
                 outputs = model(*args, **kwargs)

@@ -175,7 +175,7 @@ def _observe(
 ) -> Tensor:
     outputs = not_a_view(function(input, weight, bias, stride, padding, dilation, groups))
     if (derived := see.derived(weight)) is not None:
-        see.give_up(derived.roots, function)
+        see.give_up(derived.roots, function, computed=True)
     if see.parameter(weight) is None and see.parameter(bias) is None:
         return outputs
     geometry = Geometry(tuple(weight.shape[2:]), _tuple(stride, dims), _tuple(dilation, dims))

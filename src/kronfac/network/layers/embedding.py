@@ -42,6 +42,40 @@ def _embedding(
     return outputs
 
 
+@observes(Tensor.__getitem__)
+def _getitem(see: SeeFunctions, table: Tensor, index: Any) -> Tensor:
+    """E[i], for a parameter that is looked up by itself."""
+    outputs = Tensor.__getitem__(table, index)
+    if not _look_up(see, outputs, table, index):
+        see.follow(Tensor.__getitem__, (table, index), {}, outputs)
+    return outputs
+
+
+@observes(torch.index_select, Tensor.index_select)
+def _index_select(see: SeeFunctions, input: Tensor, dim: int, index: Tensor) -> Tensor:
+    outputs = torch.index_select(input, dim, index)
+    if dim % input.dim() or not _look_up(see, outputs, input, index):
+        see.follow(torch.index_select, (input, index), {}, outputs)
+    return outputs
+
+
+def _look_up(see: SeeFunctions, outputs: Tensor, table: Tensor, index: Any) -> bool:
+    """Record that rows of a parameter were looked up, if they were; False if it is something else.
+
+    With an index that is the same for all examples it is a part of the parameter, of which its uses show
+    the gradient of every example.
+    """
+    if see.parameter(table) is None or table.dim() != 2 or len(table) < 2:
+        return False
+    if not isinstance(index, Tensor) or index.dtype not in _WHOLE or see.orders.is_table(index):
+        return False
+    _record(see, outputs, table, index % len(table), None)
+    return True
+
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
 def _record(
     see: SeeFunctions, outputs: Tensor, weight: Tensor, indices: Tensor, scale: Tensor | None
 ) -> None:

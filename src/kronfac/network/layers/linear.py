@@ -40,7 +40,7 @@ def _record(
     else:
         see.uses.product(outputs, factors)
     if (derived := see.derived(weight)) is not None:
-        see.give_up(derived.roots, func)
+        see.give_up(derived.roots, func, computed=True)
     if bias is not None and not plain:
         see.elementwise(outputs, (bias, None, bias.shape))
 

@@ -172,7 +172,7 @@ def _observe(
     arguments = (stride, padding, output_padding, groups, dilation)
     outputs = not_a_view(function(input, weight, bias, *arguments))
     if (derived := see.derived(weight)) is not None:
-        see.give_up(derived.roots, function)
+        see.give_up(derived.roots, function, computed=True)
     own_weight, own_bias = see.parameter(weight), see.parameter(bias)
     if own_weight is None and own_bias is None:
         return outputs
