@@ -78,7 +78,7 @@ nightly: checks browser
 
 docs: $(DEV)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "==> site/index.html"
+	@echo "==> site/index.html; to search it too: $(BIN)/python -m http.server --directory site"
 
 # From committed results, and from runs of a few seconds.
 figures: $(DEV)

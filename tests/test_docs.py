@@ -114,12 +114,11 @@ def test_the_site_is_built_strictly(tmp_path):
 
 def test_the_api_pages_have_every_public_name():
     pages = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
-    shown = set(re.findall(r"^::: (\S+)$", pages, flags=re.MULTILINE))
+    # By identity: a function that has the name of its module is shown by its whole path.
+    shown = [resolve(path) for path in re.findall(r"^::: (\S+)$", pages, flags=re.MULTILINE)]
     for package in (kronfac, diagnostics, testing):
-        public = {f"{package.__name__}.{part}" for part in package.__all__}
-        missing = public - shown - {"kronfac.diagnostics.TooLargeError"}
-        assert not missing
-    assert all(resolve(found) is not None for found in shown)
+        for public in set(package.__all__) - {"TooLargeError"}:
+            assert any(getattr(package, public) is found for found in shown), public
 
 
 def resolve(path: str) -> object:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH = 860
+WIDTH = 890
 ROW = 84
 BOX = 56
 QUESTION = (20, 330)  # left edge and width
-ANSWER = (470, 370)
+ANSWER = (460, 410)
 COLOURS = {
     "start": ("#3730a3", "#ffffff"),
     "question": ("#e0e7ff", "#1e1b4b"),

@@ -97,7 +97,7 @@ def front(colours: Colours) -> Figure:
         assert cell, name
         reached = re.match(r"[\d.]+", cell[1].strip())
         bars.append((label, float(reached[0]) if reached else budget, bool(reached)))
-    figure, axes = plt.subplots(figsize=(8, 2.3))
+    figure, axes = plt.subplots(figsize=(6, 1.9))
     for row, (label, seconds, reached_it) in enumerate(bars):
         colour = colours.kfac if row == 0 else colours.others[1]
         axes.barh(-row, seconds, 0.62, color=colour, alpha=1.0 if reached_it else 0.45)
@@ -108,7 +108,7 @@ def front(colours: Colours) -> Figure:
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(
-        "seconds to a training error of 4, MNIST autoencoder, 2 CPU threads, median of 3 seeds"
+        "seconds to a training error of 4 on the MNIST autoencoder\n(2 CPU threads, median of 3 seeds)"
     )
     return figure
 
@@ -145,12 +145,12 @@ def mnist(colours: Colours) -> Figure:
 def valley(colours: Colours) -> Figure:
     """Paths of three optimizers on a loss of two parameters, one direction steep and one flat."""
     torch.manual_seed(0)
-    x = torch.randn(512, 2) @ torch.tensor([[1.5, 1.2], [0.0, 0.25]])
+    x = torch.randn(512, 2) @ torch.tensor([[1.0, 0.8], [0.0, 0.25]])
     best = torch.tensor([1.0, -0.5])
     y = x @ best[:, None]
     figure, panels = plt.subplots(1, 3, figsize=(9.2, 3.2), sharey=True, layout="constrained")
     runs: list[tuple[str, str, Callable[[nn.Module], Callable[[], object]], int]] = [
-        ("gradient descent", colours.others[1], lambda m: _descent(m, x, y, 0.25), 40),
+        ("gradient descent", colours.others[1], lambda m: _descent(m, x, y, 0.5), 40),
         ("Adam", colours.others[0], lambda m: _adam(m, x, y, 0.2), 40),
         ("K-FAC", colours.kfac, lambda m: _kfac(m, x, y), 8),
     ]
@@ -169,8 +169,8 @@ def _contours(axes: Axes, x: Tensor, y: Tensor, colours: Colours) -> None:
     u, v = torch.meshgrid(torch.linspace(-2.6, 2.6, 80), torch.linspace(-3, 3, 80), indexing="xy")
     weights = torch.stack([u.flatten(), v.flatten()])
     loss = (x @ weights - y).square().mean(dim=0).reshape(u.shape)
-    levels = [0.01 * 4**k for k in range(8)]
-    axes.contour(u, v, loss, levels=levels, colors=colours.grid, linewidths=0.9)
+    levels = [0.02 * 3**k for k in range(7)]
+    axes.contour(u, v, loss, levels=levels, colors=colours.others[1], alpha=0.55, linewidths=0.8)
 
 
 def _path(make: Callable[[nn.Module], Callable[[], object]], steps: int) -> list[tuple[float, ...]]:
