@@ -5,6 +5,9 @@ import importlib.util
 import re
 import subprocess
 import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +17,7 @@ import yaml
 
 import kronfac
 from kronfac import diagnostics, testing
+from tests.experiments import browser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -87,7 +91,8 @@ def test_nothing_is_fetched():
     assert all((DOCS / file).is_file() for file in given)
 
 
-def test_the_site_is_built_strictly(tmp_path):
+def build(folder: Path) -> None:
+    """The site, strictly."""
     command = [
         sys.executable,
         "-m",
@@ -96,10 +101,14 @@ def test_the_site_is_built_strictly(tmp_path):
         "--strict",
         "--quiet",
         "--site-dir",
-        str(tmp_path),
+        str(folder),
     ]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
+
+
+def test_the_site_is_built_strictly(tmp_path):
+    build(tmp_path)
     pages = list(tmp_path.rglob("*.html"))
     assert len(pages) > len(files(SITE["nav"])) // 2
     fetched = re.compile(
@@ -107,6 +116,37 @@ def test_the_site_is_built_strictly(tmp_path):
     )
     for page in pages:
         assert not fetched.findall(page.read_text()), page.name
+
+
+@pytest.mark.slow
+def test_pages_open_in_a_browser_without_errors(tmp_path):
+    """On light and dark pages, wide and narrow, nothing fails, is fetched or sticks out."""
+    if reason := browser.why_not():
+        pytest.skip(reason)
+    build(tmp_path / "site")
+    handler = partial(QuietHandler, directory=str(tmp_path / "site"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        with browser.chromium(tmp_path / "profile") as session:
+            for theme, width in (("light", 1400), ("dark", 400)):
+                scheme = {"name": "prefers-color-scheme", "value": theme}
+                session.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+                size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+                session.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+                for page in files(SITE["nav"]):
+                    path = page.replace("README.md", "index.md").replace(".md", ".html")
+                    session.get(f"{address}/{path}")
+                    reached = session.execute_script("return document.documentElement.scrollWidth")
+                    assert reached <= width, page
+            errors = [entry for entry in session.get_log("browser") if entry["level"] == "SEVERE"]
+        server.shutdown()
+    assert not errors
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
 
 
 # --- names ------------------------------------------------------------------------
