@@ -17,12 +17,14 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # One thread for each of the two test workers.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
-.PHONY: help setup demo checks browser test nightly format clean
+.PHONY: help setup demo checks browser test nightly docs figures format clean
 
 help:
 	@echo "make demo      train a deep autoencoder with K-FAC and two others, two minutes"
 	@echo "make test      all checks and the fast tests"
 	@echo "make nightly   all checks and all tests, the slow ones too"
+	@echo "make docs      build the documentation site, site/index.html"
+	@echo "make figures   draw the pictures of the documentation anew"
 	@echo "make format    format the code and apply safe lint fixes"
 	@echo "make setup     only make the environment in $(VENV)"
 	@echo "make clean     remove caches and builds, keep $(VENV)"
@@ -45,7 +47,7 @@ $(EXPERIMENTS): pyproject.toml experiments/pyproject.toml constraints.txt
 
 $(DEV): $(EXPERIMENTS)
 	@echo "==> installing what its tests need"
-	@$(PIP) -c $(PINS) -e ".[dev]"
+	@$(PIP) -c $(PINS) -e ".[dev,docs]"
 	@$(PIP) -c $(PINS) --no-deps curvlinops-for-pytorch
 	@touch $(DEV)
 
@@ -74,11 +76,20 @@ nightly: checks browser
 	@echo "==> pytest, all tests"
 	@$(PYTEST)
 
+docs: $(DEV)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "==> site/index.html; to search it too: $(BIN)/python -m http.server --directory site"
+
+# From committed results, and from runs of a few seconds.
+figures: $(DEV)
+	@OMP_NUM_THREADS=1 $(BIN)/python docs/tools/pictures.py
+	@OMP_NUM_THREADS=1 $(BIN)/python docs/tools/notebooks.py
+
 format: $(DEV)
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
 clean:
-	@rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist site
 	@find . -path ./$(VENV) -prune -o -path ./.git -prune -o \
 	    -type d -name __pycache__ -print | xargs rm -rf
