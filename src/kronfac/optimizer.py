@@ -1,12 +1,9 @@
-"""KFAC, the optimizer: evaluate, compute, commit.
-
-`validation.py` and `step.py` compute and touch nothing; here the result is committed, all or nothing.
-"""
+"""KFAC, the optimizer, as torch.optim sees it; `transitions.py` takes its steps."""
 
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import fields
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,28 +20,25 @@ from kronfac.control import (
     QuadraticModel,
     StepRule,
 )
+from kronfac.copying import CopyingOptimizer
 from kronfac.curvature import ApproximateInverse, Fisher
 from kronfac.distributed import refuse_distributed, refuse_several_processes
 from kronfac.errors import ClosureError
-from kronfac.evaluation import Evaluation, Point, RefusedError, evaluate
 from kronfac.gradient_check import GradientCheck
-from kronfac.network import Batch, Blocks, Buffers, Network, Other, find_units, restore
+from kronfac.network import Blocks, Buffers, Network, Other, find_units
 from kronfac.objective import objective_of
 from kronfac.parameter_group import ParameterGroup
-from kronfac.planning import Plan, make_plan, record_example, untouched
-from kronfac.precision import Context, full_precision
-from kronfac.report import Event, EventKind, StepReport, Stopwatch
+from kronfac.planning import Plan, record_example, untouched
+from kronfac.precision import full_precision
+from kronfac.report import StepReport
 from kronfac.settings import Settings, fisher_of, inverse_of
-from kronfac.state import State
-from kronfac.step import Transition, compute_step
-from kronfac.validation import Validation, in_turn, suspects, validate
 
 ACCEPTANCE = Acceptance()
 """KFAC's own rule for rejecting steps."""
 ACCEPT_ALL = Acceptance(rejection=None, suspicion=None)
 
 
-class KFAC(torch.optim.Optimizer):
+class KFAC(CopyingOptimizer):
     """The paper's whole algorithm: no learning rate, no momentum to choose.
 
     With g = ∇h(θ) on the mini-batch and F⁰ the Kronecker-factored Fisher, damped by γ:
@@ -180,35 +174,6 @@ class KFAC(torch.optim.Optimizer):
         with full_precision(self.network.device) as callers:
             return self._step(closure, callers)
 
-    def _step(self, closure: Callable[[], Any], callers: Context) -> Any:
-        watch = Stopwatch()
-        buffers = self.network.buffers.snapshot()
-        with watch("gradient"):
-            evaluation = self._evaluate(closure, callers)
-        if self._verbose and not self._state.iteration and self.report is None:
-            print(self._plan(evaluation.network, evaluation.batch))
-        # The loss of a step that is computed already tells, without another synchronisation, whether the
-        # step before it has to be validated out of turn.
-        validates = in_turn(self.settings, self._state)
-        outcome = None if validates else self._compute(evaluation, watch)
-        validation, outlier = None, False
-        if outcome is None or self._suspects(evaluation, outcome):
-            outcome = None
-            with watch("reduction_ratio"):
-                validation, outlier = self._validate(evaluation)
-            if validation is not None and validation.rejected is not None:
-                self._forget_gradients()
-                restore(buffers)
-                with watch("gradient"):
-                    evaluation = self._evaluate(closure, callers)
-            outcome = self._compute(evaluation, watch, outlier)
-        report = self._commit(evaluation, outcome, watch)
-        if validation is not None:
-            events = () if validation.event is None else (validation.event,)
-            report = replace(report, next_rho=validation.rho, events=events + report.events)
-        self.report = report
-        return evaluation.returned
-
     def closure(
         self, x: Tensor | tuple[Tensor, ...], y: Tensor, *, chunk: int | None = None
     ) -> MiniBatchClosure:
@@ -223,106 +188,6 @@ class KFAC(torch.optim.Optimizer):
         with untouched(self.network), full_precision(self.network.device) as callers:
             batch = record_example(self.model, self.network, example, targets, callers)
             return self._plan(self.network, batch)
-
-    def _plan(self, network: Network, batch: Batch) -> Plan:
-        with untouched(network):
-            weight_decay = float(self.param_groups[0]["weight_decay"])
-            return make_plan(network, batch, self.settings, weight_decay)
-
-    def _evaluate(self, closure: Callable[[], Any], callers: Context) -> Evaluation:
-        evaluation = evaluate(
-            closure,
-            self.model,
-            self.network,
-            weight_decay=float(self.param_groups[0]["weight_decay"]),
-            inverse=self.settings.inverse,
-            callers=callers,
-        )
-        with self.network.buffers.preserved():
-            return self._check(evaluation, self._state.iteration + 1)
-
-    def _forget_gradients(self) -> None:
-        """Drop all gradients, so that a closure does not add to them."""
-        for p in self.network.parameters:
-            p.grad = None
-
-    def _suspects(self, evaluation: Evaluation, outcome: Transition | RefusedError) -> bool:
-        """Whether the loss on this mini-batch calls for a validation of the last step out of turn."""
-        if isinstance(outcome, RefusedError):
-            loss, penalty = float(evaluation.returned_loss), None
-        else:
-            pending = outcome.state.acceptance.pending
-            assert pending is not None
-            loss, penalty = pending.loss, pending.penalty
-        return suspects(self.settings, evaluation, self._state, loss, penalty)
-
-    def _validate(self, evaluation: Evaluation) -> tuple[Validation | None, bool]:
-        """Validate the last step on this mini-batch, and commit what that says; roll back a rejected step.
-
-        Also whether the mini-batch itself is an outlier, so that a step from it has to be validated too.
-        """
-        loss = float(evaluation.returned_loss)
-        outlier = suspects(self.settings, evaluation, self._state, loss)
-        with evaluation.network.buffers.preserved():
-            validation = validate(self.settings, evaluation, self._state)
-        if validation is None:
-            return None, outlier
-        if (rejected := validation.rejected) is not None:
-            outlier = False  # it was the step
-            if rejected.kept is not None:
-                evaluation.network.place(rejected.kept.theta)
-            else:
-                evaluation.network.move(rejected.delta, -1.0)
-        self._state = validation.state
-        return validation, outlier
-
-    def _compute(
-        self, evaluation: Evaluation, watch: Stopwatch, outlier: bool = False
-    ) -> Transition | RefusedError:
-        """The step from this mini-batch, or why there is none."""
-        with watch("gradient"):
-            point = Point.of(evaluation)
-        try:
-            with evaluation.network.buffers.preserved():
-                return compute_step(self.settings, point, self._state, watch, outlier=outlier)
-        except RefusedError as refusal:
-            return refusal
-
-    def _commit(
-        self, evaluation: Evaluation, outcome: Transition | RefusedError, watch: Stopwatch
-    ) -> StepReport:
-        """Take the step: all or nothing."""
-        if isinstance(outcome, RefusedError):
-            return self._refusal(evaluation, watch, outcome)
-        with watch("commit"):
-            self.network = evaluation.network
-            self.network.learned.compared = True
-            self.network.move(outcome.delta)
-            self._become(outcome.state)
-            # Not before: nobody would want that of a step that is not taken.
-            if outcome.state.refresh is not None:
-                outcome.state.refresh.outcomes.begin()
-        return outcome.report
-
-    def _become(self, state: State) -> None:
-        """Replace the state; a refresh under way that the new one does not go on with is given up."""
-        under_way, self._state = self._state.refresh, state
-        if under_way is not None and under_way is not state.refresh:
-            under_way.outcomes.give_up()
-
-    def _refusal(
-        self, evaluation: Evaluation, watch: Stopwatch, refusal: RefusedError
-    ) -> StepReport:
-        gamma = self._state.gamma
-        return StepReport(
-            iteration=self._state.iteration + 1,
-            loss=float(evaluation.returned_loss),
-            lambda_=self._state.damping.lambda_,
-            gamma=math.nan if gamma is None else gamma.gamma,
-            examples=evaluation.batch.examples,
-            seconds=watch.seconds,
-            events=(Event(EventKind.REFUSED, str(refusal)),),
-        )
 
     @property
     def _own_model(self) -> nn.Module:
@@ -369,22 +234,6 @@ class KFAC(torch.optim.Optimizer):
             "report": self.report,  # which a sampler knows as the one it looked at
         }
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A module that holds its own optimizer is not complete yet when that is copied.
-        if _complete(state["model"]):
-            self._restore(state)
-        else:
-            self.__dict__["_saved"] = state
-
-    if not TYPE_CHECKING:  # or every attribute would be thought to exist
-
-        def __getattr__(self, name: str) -> Any:
-            """Finish a copy when it is first used; only what an optimizer does not have leads here."""
-            if "_saved" not in self.__dict__:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.")
-            self._restore(self.__dict__.pop("_saved"))
-            return getattr(self, name)
-
     def _restore(self, state: dict[str, Any]) -> None:
         KFAC.__init__(self, state["model"], state["loss"], **state["settings"])
         self.load_state_dict(state["state_dict"])
@@ -399,12 +248,6 @@ class KFAC(torch.optim.Optimizer):
                 "changing the model."
             )
         super().add_param_group(ParameterGroup(param_group))
-
-
-def _complete(module: nn.Module) -> bool:
-    """Whether a module has been copied, all that is in it included."""
-    modules = vars(module).get("_modules")
-    return modules is not None and all(_complete(m) for m in modules.values() if m is not None)
 
 
 def plan(
