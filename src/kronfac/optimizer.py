@@ -1,8 +1,8 @@
 """KFAC, the optimizer, as torch.optim sees it; `transitions.py` takes its steps."""
 
-import math
-from collections.abc import Callable
-from dataclasses import fields
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
 from typing import Any, get_args
 
 import torch
@@ -23,23 +23,34 @@ from kronfac.control import (
 from kronfac.copying import CopyingOptimizer
 from kronfac.curvature import ApproximateInverse, Fisher
 from kronfac.distributed import refuse_distributed, refuse_several_processes
-from kronfac.errors import ClosureError
+from kronfac.errors import ClosureError, StateError
 from kronfac.gradient_check import GradientCheck
+from kronfac.groups import PerParameter, RateWarning, check_group, groups_of, parameters_in
 from kronfac.network import Blocks, Buffers, Network, Other, find_units
 from kronfac.objective import objective_of
-from kronfac.parameter_group import ParameterGroup
 from kronfac.planning import Plan, record_example, untouched
 from kronfac.precision import full_precision
 from kronfac.report import StepReport
 from kronfac.settings import Settings, fisher_of, inverse_of
+from kronfac.state import State
+from kronfac.state_groups import (
+    extended_momentum,
+    loaded_buffers,
+    loaded_options,
+    momentum_of,
+    saved_groups,
+    with_options,
+)
 
 ACCEPTANCE = Acceptance()
 """KFAC's own rule for rejecting steps."""
 ACCEPT_ALL = Acceptance(rejection=None, suspicion=None)
+Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+"""What torch's optimizers take."""
 
 
 class KFAC(CopyingOptimizer):
-    """The paper's whole algorithm: no learning rate, no momentum to choose.
+    """The paper's whole algorithm: no learning rate to find, no momentum to choose.
 
     With g = ∇h(θ) on the mini-batch and F⁰ the Kronecker-factored Fisher, damped by γ:
 
@@ -61,9 +72,14 @@ class KFAC(CopyingOptimizer):
         model: called by the closure.
         loss: the module that the closure calls: `MSELoss`, `BCEWithLogitsLoss`, `CrossEntropyLoss`,
             `kronfac.Gaussian`, `kronfac.Bernoulli` or `kronfac.Categorical`.
+        params: what is trained: parameters of the model, or groups of them, such as
+            `[{"params": weights, "weight_decay": 1e-2}, {"params": rest}]`, each with its own `lr` and
+            `weight_decay` if it wants. Others stay as they are. None for all that are not frozen.
+        lr: factor of each step, for schedules; α and μ are found for a factor of 1.
         inverse: `"block_diagonal"`, `"block_tridiagonal"`, `"ekfac"`, or an `ApproximateInverse`, class
             or instance.
-        weight_decay: η in h(θ) + η/2 ‖θ‖², biases included. The closure leaves it out.
+        weight_decay: η in h(θ) + η/2 ‖θ‖², biases included unless `params` has groups. The closure leaves
+            it out.
         fisher: `"sampled"`, `"empirical"`, `"exact"`, or an instance of `SampledFisher` and so on,
             for the seed, the number of samples and the moving average's decay.
         damping: λ: `AdaptiveDamping()`, which finds its own start, the paper's `LevenbergMarquardt(…)`
@@ -96,6 +112,8 @@ class KFAC(CopyingOptimizer):
         model: nn.Module,
         loss: nn.Module,
         *,
+        params: Params | None = None,
+        lr: float | Tensor = 1.0,
         inverse: str | ApproximateInverse | type[ApproximateInverse] = "block_diagonal",
         weight_decay: float = 0.0,
         fisher: str | Fisher | type[Fisher] = "sampled",
@@ -118,8 +136,7 @@ class KFAC(CopyingOptimizer):
             )
         refuse_distributed(model)
         refuse_several_processes()
-        if not 0 <= weight_decay < math.inf:
-            raise ValueError(f"weight_decay is finite and not negative; got {weight_decay}.")
+        check_group({"lr": lr, "weight_decay": weight_decay})
         self.settings = Settings(
             inverse=inverse_of(inverse),
             fisher=fisher_of(fisher),
@@ -139,22 +156,22 @@ class KFAC(CopyingOptimizer):
         self.model = model
         self.objective = objective_of(loss)
         self._other: Other = other
-        own = self._own_model
         if blocks is not None and not isinstance(blocks, Blocks):
             raise TypeError(
                 f"KFAC's blocks is a kronfac.Blocks, such as Blocks(dense_limit=512); got {blocks!r}."
             )
         self._blocks = Blocks() if blocks is None else blocks
-        found = find_units(own, other, self._blocks)
-        self.network = Network(
-            own, found.units, found.sites, self.objective, Buffers(own), self._blocks
+        groups = None if params is None else groups_of(params, self._own_model)
+        chosen = None if groups is None else parameters_in(groups)
+        self.network = self._network(chosen)
+        super().__init__(
+            groups or self.network.parameters, {"lr": lr, "weight_decay": weight_decay}
         )
-        parameters = self.network.parameters
-        super().__init__(parameters, {"weight_decay": weight_decay})
-        self._check = GradientCheck()
         self._verbose = verbose
-        device = parameters[0].device
-        self._state = saving.initial_state(self.settings, weight_decay, device)
+        self._state = self._initial_state()
+        self._warn_of_rate = RateWarning()
+        self._warn_of_rate(self.param_groups)
+        self._check = GradientCheck(self._left_out())
         self.report: StepReport | None = None
         """What the last step did; None before the first."""
 
@@ -163,8 +180,16 @@ class KFAC(CopyingOptimizer):
         """Take one step; the closure computes loss and gradients on the mini-batch, as for L-BFGS.
 
         Returns what the closure returned. From a loss or a gradient that is not finite no step is
-        taken: parameters and state stay as they were, and `report.refused` says so.
+        taken: parameters and state stay as they were, and `report.refused` says so. With a learning rate
+        of 0 in all groups nothing moves, and statistics are updated. Then, as when torch's distributed
+        checkpoints want a new optimizer to have its state, the closure may be left out: nothing is done.
         """
+        for number, group in enumerate(self.param_groups):
+            check_group(group, number)
+        self._warn_of_rate(self.param_groups)
+        if closure is None and not self._rates:
+            self._publish_momentum()
+            return None
         if closure is None:
             raise ClosureError(
                 "KFAC.step needs a closure that computes the loss and its gradients, as L-BFGS does; "
@@ -199,26 +224,72 @@ class KFAC(CopyingOptimizer):
     # --------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, for `torch.save`."""
-        weight_decay = self.param_groups[0]["weight_decay"]
-        return saving.save(self._state, self.network.units, self.settings, weight_decay)
+        """Everything that the next step depends on, for `torch.save`.
+
+        `"state"` has the momentum buffer of each parameter and `"param_groups"` the options of the groups,
+        as for any optimizer of torch's; `"kfac"` has the rest, in a form of K-FAC's own.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        saved = self._saved_state()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = post_hook(self, saved)
+            saved = saved if replaced is None else replaced
+        return saved
+
+    def _saved_state(self) -> dict[str, Any]:
+        """The state as no hook has seen it."""
+        buffers = {} if self._state.step.momentum is None else self.state
+        return {
+            **saved_groups(self.param_groups, buffers),
+            "kfac": saving.save(self._state, self.network.units, self.settings),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state, bit for bit; a state that does not fit changes nothing.
 
+        A state without `"kfac"`, from torch's distributed checkpoints, has the momentum buffers and the
+        options of the groups: statistics and λ are then found anew.
+
         Raises:
             StateError: it is of another model, kind of inverse or version, or damaged.
         """
-        loaded = saving.load(state_dict, self.network.units, self.settings)
-        network = self.network.continued(loaded.order, loaded.state.curvature)
-        self._become(loaded.state)
+        if isinstance(state_dict, dict):
+            state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        if isinstance(state_dict, dict):
+            saving.check_units(state_dict.get("kfac"), self.network.units)
+        options = loaded_options(state_dict, self.param_groups)
+        eta = with_options(self.param_groups, options, "weight_decay").least
+        network = self.network
+        if "kfac" in state_dict:
+            loaded = saving.load(state_dict["kfac"], network.units, self.settings, eta)
+            state = loaded.state
+            buffers = loaded_buffers(state_dict, self.param_groups)
+            if "state" in state_dict and (buffers is None) != (state.step.momentum is None):
+                raise StateError("The state has momentum in one of 'state' and 'kfac' only.")
+            network = network.continued(loaded.order, state.curvature)
+        else:
+            buffers = loaded_buffers(state_dict, self.param_groups)
+            momentum = momentum_of(buffers, self.param_groups, network)
+            state = saving.initial_state(self.settings, eta, network.device)
+            state = replace(state, step=replace(state.step, momentum=momentum))
         self.network = network
-        self.param_groups[0]["weight_decay"] = loaded.weight_decay
+        self._become(state)
+        for group, values in zip(self.param_groups, options, strict=True):
+            if "param_groups" in state_dict:  # or it is of a time when groups had no options but η
+                kept = group["params"]
+                group.clear()
+                group["params"] = kept
+            group.update(copy.deepcopy(values))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy, shallow, deep or pickled, is made from: it goes on as this one would."""
         settings = {field.name: getattr(self.settings, field.name) for field in fields(Settings)}
-        (group,) = self.param_groups
         return {
             "model": self.model,
             "loss": self.objective.module,
@@ -229,25 +300,58 @@ class KFAC(CopyingOptimizer):
                 "verbose": self._verbose,
                 **self.defaults,
             },
-            "state_dict": self.state_dict(),
-            "group": {name: value for name, value in group.items() if name != "params"},
+            "groups": [dict(group) for group in self.param_groups],
+            "state_dict": self._saved_state(),
             "report": self.report,  # which a sampler knows as the one it looked at
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
-        KFAC.__init__(self, state["model"], state["loss"], **state["settings"])
+        groups = [dict(group) for group in state["groups"]]
+        KFAC.__init__(self, state["model"], state["loss"], params=groups, **state["settings"])
         self.load_state_dict(state["state_dict"])
-        self.param_groups[0].update(state["group"])
         self.report = state["report"]
 
+    # -------------------------------------------------------------------------------------- groups
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """KFAC has one group, all trained layers of its model; a second one is refused."""
-        if self.param_groups:
-            raise ValueError(
-                "KFAC trains the layers of the model that it was given; make a new one after "
-                "changing the model."
-            )
-        super().add_param_group(ParameterGroup(param_group))
+        """Train further parameters of the model, such as those of a layer that was frozen so far.
+
+        The objective has another shape then: statistics and λ are found anew, from iteration 1 on. The
+        momentum buffer stays, with zeros for the new parameters.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"A parameter group is a dict; got a {type(param_group).__name__}.")
+        if "_check" not in vars(self):  # the constructor's, which finds the units itself
+            super().add_param_group(param_group)
+            check_group(self.param_groups[-1], len(self.param_groups) - 1)
+            return
+        (group,) = groups_of([param_group], self._own_model)
+        check_group({**self.defaults, **group}, len(self.param_groups))
+        new = [item[1] if isinstance(item, tuple) else item for item in group["params"]]
+        known = [p for old in self.param_groups for p in old["params"]]
+        network = self._network([*known, *new])
+        super().add_param_group(group)
+        momentum = extended_momentum(self.network, network, self._state.step.momentum)
+        self.network = network
+        fresh = self._initial_state()
+        self._become(replace(fresh, step=replace(fresh.step, momentum=momentum)))
+        self._check = GradientCheck(self._left_out())
+        self._warn_of_rate(self.param_groups)
+
+    def _network(self, trained: Sequence[nn.Parameter] | None) -> Network:
+        """The model with the units of these parameters; None for all that are not frozen."""
+        own = self._own_model
+        found = find_units(own, self._other, self._blocks, trained)
+        return Network(own, found.units, found.sites, self.objective, Buffers(own), self._blocks)
+
+    def _initial_state(self) -> State:
+        weight_decay = PerParameter.of_groups(self.param_groups, "weight_decay")
+        return saving.initial_state(self.settings, weight_decay.least, self.network.device)
+
+    def _left_out(self) -> list[nn.Parameter]:
+        """Parameters that could be trained and are in no group."""
+        known = {id(p) for group in self.param_groups for p in group["params"]}
+        return [p for p in self._own_model.parameters() if p.requires_grad and id(p) not in known]
 
 
 def plan(

@@ -13,12 +13,14 @@ from torch import nn
 
 from kronfac.evaluation import Evaluation, Point, RefusedError, evaluate
 from kronfac.gradient_check import GradientCheck
+from kronfac.groups import PerParameter
 from kronfac.network import Batch, Network, restore
 from kronfac.planning import Plan, make_plan, untouched
 from kronfac.precision import Context
 from kronfac.report import Event, EventKind, StepReport, Stopwatch
 from kronfac.settings import Settings
 from kronfac.state import State
+from kronfac.state_groups import MOMENTUM
 from kronfac.step import Transition, compute_step
 from kronfac.validation import Validation, in_turn, suspects, validate
 
@@ -68,7 +70,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
             closure,
             self.model,
             self.network,
-            weight_decay=float(self.param_groups[0]["weight_decay"]),
+            weight_decay=PerParameter.of_groups(self.param_groups, "weight_decay"),
             inverse=self.settings.inverse,
             callers=callers,
         )
@@ -108,6 +110,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
             else:
                 evaluation.network.move(rejected.delta, -1.0)
         self._state = validation.state
+        self._publish_momentum()
         return validation, outlier
 
     def _compute(
@@ -118,7 +121,9 @@ class SteppingOptimizer(torch.optim.Optimizer):
             point = Point.of(evaluation)
         try:
             with evaluation.network.buffers.preserved():
-                return compute_step(self.settings, point, self._state, watch, outlier=outlier)
+                return compute_step(
+                    self.settings, point, self._state, watch, outlier=outlier, rates=self._rates
+                )
         except RefusedError as refusal:
             return refusal
 
@@ -131,18 +136,38 @@ class SteppingOptimizer(torch.optim.Optimizer):
         with watch("commit"):
             self.network = evaluation.network
             self.network.learned.compared = True
-            self.network.move(outcome.delta)
+            if self._rates:  # or nothing moves, not even a zero's sign
+                self.network.move(outcome.delta)
             self._become(outcome.state)
             # Not before: nobody would want that of a step that is not taken.
             if outcome.state.refresh is not None:
                 outcome.state.refresh.outcomes.begin()
         return outcome.report
 
+    @property
+    def _rates(self) -> PerParameter:
+        """The learning rate of every parameter."""
+        return PerParameter.of_groups(self.param_groups, "lr")
+
     def _become(self, state: State) -> None:
         """Replace the state; a refresh under way that the new one does not go on with is given up."""
         under_way, self._state = self._state.refresh, state
         if under_way is not None and under_way is not state.refresh:
             under_way.outcomes.give_up()
+        self._publish_momentum()
+
+    def _publish_momentum(self) -> None:
+        """Show the momentum buffer in `state`, where torch looks for what belongs to a parameter.
+
+        To be read: K-FAC goes on from its own state. There are zeros before the first step.
+        """
+        vector = self._state.step.momentum
+        parameters = self.network.parameters
+        buffers = (
+            map(torch.zeros_like, parameters) if vector is None else self.network.split(vector)
+        )
+        for p, buffer in zip(parameters, buffers, strict=True):
+            self.state[p][MOMENTUM] = buffer
 
     def _refusal(
         self, evaluation: Evaluation, watch: Stopwatch, refusal: RefusedError
@@ -160,5 +185,5 @@ class SteppingOptimizer(torch.optim.Optimizer):
 
     def _plan(self, network: Network, batch: Batch) -> Plan:
         with untouched(network):
-            weight_decay = float(self.param_groups[0]["weight_decay"])
-            return make_plan(network, batch, self.settings, weight_decay)
+            weight_decay = PerParameter.of_groups(self.param_groups, "weight_decay")
+            return make_plan(network, batch, self.settings, weight_decay.largest)

@@ -44,6 +44,7 @@ def make_plan(network: Network, batch: Batch, settings: Settings, weight_decay: 
         for n in range(len(network.units))
     )
     S1, S2 = curvature_examples(settings, network, batch)
+    trained = {id(p) for p in network.parameters}
     return Plan(
         model=type(network.model).__name__,
         rows=rows,
@@ -55,7 +56,7 @@ def make_plan(network: Network, batch: Batch, settings: Settings, weight_decay: 
         examples=batch.examples,
         statistics_examples=S1,
         fisher_examples=S2,
-        frozen=tuple(name for name, p in network.model.named_parameters() if not p.requires_grad),
+        frozen=tuple(n for n, p in network.model.named_parameters() if id(p) not in trained),
         chains=()
         if chains is None
         else tuple(
