@@ -1,6 +1,5 @@
 """KFAC, the optimizer, as torch.optim sees it; `transitions.py` takes its steps."""
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, get_args
@@ -23,7 +22,7 @@ from kronfac.control import (
 from kronfac.copying import CopyingOptimizer
 from kronfac.curvature import ApproximateInverse, Fisher
 from kronfac.distributed import refuse_distributed, refuse_several_processes
-from kronfac.errors import ClosureError, StateError
+from kronfac.errors import ClosureError
 from kronfac.gradient_check import GradientCheck
 from kronfac.groups import PerParameter, RateWarning, check_group, groups_of, parameters_in
 from kronfac.network import Blocks, Buffers, Network, Other, find_units
@@ -33,14 +32,7 @@ from kronfac.precision import full_precision
 from kronfac.report import StepReport
 from kronfac.settings import Settings, fisher_of, inverse_of
 from kronfac.state import State
-from kronfac.state_groups import (
-    extended_momentum,
-    loaded_buffers,
-    loaded_options,
-    momentum_of,
-    saved_groups,
-    with_options,
-)
+from kronfac.state_groups import extended_momentum
 
 ACCEPTANCE = Acceptance()
 """KFAC's own rule for rejecting steps."""
@@ -188,7 +180,7 @@ class KFAC(CopyingOptimizer):
             check_group(group, number)
         self._warn_of_rate(self.param_groups)
         if closure is None and not self._rates:
-            self._publish_momentum()
+            self._publish_momentum(anyway=True)
             return None
         if closure is None:
             raise ClosureError(
@@ -222,70 +214,6 @@ class KFAC(CopyingOptimizer):
         return inner
 
     # --------------------------------------------------------------------------------------- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, for `torch.save`.
-
-        `"state"` has the momentum buffer of each parameter and `"param_groups"` the options of the groups,
-        as for any optimizer of torch's; `"kfac"` has the rest, in a form of K-FAC's own.
-        """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        saved = self._saved_state()
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            replaced = post_hook(self, saved)
-            saved = saved if replaced is None else replaced
-        return saved
-
-    def _saved_state(self) -> dict[str, Any]:
-        """The state as no hook has seen it."""
-        buffers = {} if self._state.step.momentum is None else self.state
-        return {
-            **saved_groups(self.param_groups, buffers),
-            "kfac": saving.save(self._state, self.network.units, self.settings),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved state, bit for bit; a state that does not fit changes nothing.
-
-        A state without `"kfac"`, from torch's distributed checkpoints, has the momentum buffers and the
-        options of the groups: statistics and λ are then found anew.
-
-        Raises:
-            StateError: it is of another model, kind of inverse or version, or damaged.
-        """
-        if isinstance(state_dict, dict):
-            state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        if isinstance(state_dict, dict):
-            saving.check_units(state_dict.get("kfac"), self.network.units)
-        options = loaded_options(state_dict, self.param_groups)
-        eta = with_options(self.param_groups, options, "weight_decay").least
-        network = self.network
-        if "kfac" in state_dict:
-            loaded = saving.load(state_dict["kfac"], network.units, self.settings, eta)
-            state = loaded.state
-            buffers = loaded_buffers(state_dict, self.param_groups)
-            if "state" in state_dict and (buffers is None) != (state.step.momentum is None):
-                raise StateError("The state has momentum in one of 'state' and 'kfac' only.")
-            network = network.continued(loaded.order, state.curvature)
-        else:
-            buffers = loaded_buffers(state_dict, self.param_groups)
-            momentum = momentum_of(buffers, self.param_groups, network)
-            state = saving.initial_state(self.settings, eta, network.device)
-            state = replace(state, step=replace(state.step, momentum=momentum))
-        self.network = network
-        self._become(state)
-        for group, values in zip(self.param_groups, options, strict=True):
-            if "param_groups" in state_dict:  # or it is of a time when groups had no options but η
-                kept = group["params"]
-                group.clear()
-                group["params"] = kept
-            group.update(copy.deepcopy(values))
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy, shallow, deep or pickled, is made from: it goes on as this one would."""

@@ -145,6 +145,11 @@ def momentum_of(
     return _join(network, {p: buffer.to(p) for p, buffer in pairs})
 
 
+def is_zero(momentum: Matrices | None) -> bool:
+    """Whether there is no momentum, or none left."""
+    return momentum is None or not any(bool(V.any()) for V in momentum)
+
+
 def extended_momentum(old: Network, new: Network, momentum: Matrices | None) -> Matrices | None:
     """The momentum buffer of a network with further parameters, for which it is zero."""
     if momentum is None:

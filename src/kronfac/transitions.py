@@ -156,12 +156,15 @@ class SteppingOptimizer(torch.optim.Optimizer):
             under_way.outcomes.give_up()
         self._publish_momentum()
 
-    def _publish_momentum(self) -> None:
+    def _publish_momentum(self, anyway: bool = False) -> None:
         """Show the momentum buffer in `state`, where torch looks for what belongs to a parameter.
 
-        To be read: K-FAC goes on from its own state. There are zeros before the first step.
+        To be read: K-FAC goes on from its own state. Before the first step there is nothing to show, or
+        `anyway` zeros.
         """
         vector = self._state.step.momentum
+        if vector is None and not self.state and not anyway:
+            return
         parameters = self.network.parameters
         buffers = (
             map(torch.zeros_like, parameters) if vector is None else self.network.split(vector)
