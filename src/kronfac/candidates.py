@@ -98,7 +98,7 @@ def _refresh(
     candidates = settings.gamma.candidates(before.gamma, m)
     # γ has to follow at once if λ has moved far; and without an inverse there is no step.
     lag = 0 if drifted or current is None else settings.lag(m.iteration)
-    outcomes = Computed(settings.inverse, proposer.curvature, candidates)
+    outcomes = Computed(proposer.by_unit(settings.inverse), proposer.curvature, candidates)
     return Refresh(m.iteration, m.iteration + lag, m.lambda_, candidates, outcomes), m
 
 
@@ -126,9 +126,13 @@ def _decay_part(settings: Settings, inverse: DampedInverse, point: Point) -> Mat
     evaluation = point.evaluation
     network, decay = evaluation.network, evaluation.weight_decay
     shapes = [unit.shape for unit in network.units]
-    if not decay or not settings.inverse.wants_factors(shapes, evaluation.batch.examples, decay):
+    if not decay or not settings.inverse.wants_factors(
+        shapes, evaluation.batch.examples, decay.largest
+    ):
         return None
-    return tuple(U * decay for U in inverse.mv(network.theta()))
+    if decay.uniform:
+        return tuple(U * decay.usual for U in inverse.mv(network.theta()))
+    return inverse.mv(network.join(decay.times(network.parameters, network.parameters)))
 
 
 def _with_change(proposer: Proposer, proposal: Proposal) -> Proposal:

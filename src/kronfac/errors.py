@@ -33,13 +33,6 @@ class StateError(KronfacError, ValueError):
     """A saved state does not fit this optimizer."""
 
 
-class LearningRateError(KronfacError, KeyError):
-    """Something asked for a learning rate, which KFAC does not have."""
-
-    def __str__(self) -> str:
-        return Exception.__str__(self)  # a KeyError would show the message in quotes
-
-
 class NotPositiveDefiniteError(KronfacError, ArithmeticError):
     """A matrix that has to be positive definite is not, even after float64 and jitter."""
 

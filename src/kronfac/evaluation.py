@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from kronfac.closure import MiniBatchClosure
 from kronfac.curvature import ApproximateInverse, Curvature
 from kronfac.errors import ClosureError, UnsupportedModelError
+from kronfac.groups import PerParameter
 from kronfac.linalg import OuterProduct
 from kronfac.linearization.by_hand import outputs_at
 from kronfac.network import (
@@ -58,7 +59,8 @@ class Evaluation:
     """The same as a tensor without dimensions."""
     loss: Tensor
     """The same, but for a closure in half precision: see `in_full_precision`."""
-    weight_decay: float
+    weight_decay: PerParameter
+    """η."""
     batch: Batch
     reevaluate: Callable[[], Any]
     """Calls the closure again, for losses that K-FAC cannot see."""
@@ -94,11 +96,11 @@ class Evaluation:
                 )
             elif self.weight_decay and unit.swapped:
                 decayed = zip(grads, unit.parameters, strict=True)
-                gradients.append(unit.join([g + self.weight_decay * p for g, p in decayed]))
+                gradients.append(unit.join([g + self.weight_decay[p] * p for g, p in decayed]))
             elif self.weight_decay:
                 V = grads[0].new_empty(unit.shape)
                 for part, grad, p in zip(unit.split(V), grads, unit.parameters, strict=True):
-                    torch.add(grad, p, alpha=self.weight_decay, out=part)  # one pass over memory
+                    torch.add(grad, p, alpha=self.weight_decay[p], out=part)  # one pass over memory
                 gradients.append(V)
             else:
                 gradients.append(unit.join(grads))
@@ -158,10 +160,15 @@ class Evaluation:
 
     def decay_change(self, delta: Matrices) -> float:
         """η/2 (‖θ + δ‖² − ‖θ‖²) without the cancellation."""
-        if self.weight_decay == 0:
+        if not self.weight_decay:
             return 0.0
-        theta = self.network.theta()
-        return self.weight_decay * float(dot(theta, delta) + dot(delta, delta) / 2)
+        if self.weight_decay.uniform:
+            theta = self.network.theta()
+            return self.weight_decay.usual * float(dot(theta, delta) + dot(delta, delta) / 2)
+        parameters = tuple(self.network.parameters)
+        parts = tuple(self.network.split(delta))
+        weighted = tuple(self.weight_decay.times(parameters, parts))
+        return float(dot(parameters, weighted) + dot(parts, weighted) / 2)
 
     @property
     def resolution(self) -> float:
@@ -202,7 +209,7 @@ def evaluate(
     model: nn.Module,
     network: Network,
     *,
-    weight_decay: float,
+    weight_decay: PerParameter,
     inverse: ApproximateInverse,
     callers: Context,
 ) -> Evaluation:
@@ -232,7 +239,7 @@ def evaluate(
     found, random = None, RandomState.current(network.device)
     if own:
         shapes = [unit.shape for unit in network.units]
-        wanted = inverse.wants_factors(shapes, own.examples(), weight_decay)
+        wanted = inverse.wants_factors(shapes, own.examples(), weight_decay.largest)
         with callers():
             found = own.by_hand(network, wanted)
     stale: StaleGradients = {}

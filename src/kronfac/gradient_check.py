@@ -6,11 +6,14 @@ parameters whose uses are not all seen get a diagonal block. Whatever is found i
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+
+from torch import nn
 
 from kronfac.evaluation import Evaluation, in_full_precision
 from kronfac.gradient_comparison import MIXED_TOLERANCE, Verdict, compare, losses_agree
+from kronfac.groups import PerParameter
 
 INTERVAL = 100
 """Iterations from one comparison to the next; the first mini-batch is always compared."""
@@ -19,7 +22,9 @@ INTERVAL = 100
 class GradientCheck:
     """Compares now and then, warns once for each kind of disagreement, and mends what it can."""
 
-    def __init__(self) -> None:
+    def __init__(self, left_out: Collection[nn.Parameter] = ()) -> None:
+        self._left_out = {id(p) for p in left_out}
+        """Parameters that are trainable, and in no group on purpose."""
         self._given: set[str] = set()
         self._follows_returned = False
         self._last = Verdict()
@@ -44,7 +49,9 @@ class GradientCheck:
         compared = self._compared and (self._zeroes_in_place or not added)
         if compared and iteration > 1 and iteration % INTERVAL:
             return replace(evaluation, batch=evaluation.batch.scaled(self._scale))
-        verdict = compare(evaluation, replace(evaluation, weight_decay=0.0).gradient())
+        verdict = compare(
+            evaluation, replace(evaluation, weight_decay=PerParameter(0.0)).gradient()
+        )
         if verdict is None:
             return evaluation
         if added and not self._as_before(verdict):
@@ -127,7 +134,7 @@ class GradientCheck:
     def _check_parameters(self, evaluation: Evaluation) -> None:
         """Warn of parameters that are trainable and not trained."""
         network = evaluation.network
-        known = {id(p) for p in network.parameters}
+        known = {id(p) for p in network.parameters} | self._left_out
         new = [
             n for n, p in network.model.named_parameters() if p.requires_grad and id(p) not in known
         ]
@@ -135,7 +142,7 @@ class GradientCheck:
             self._warn(
                 "parameters",
                 f"{', '.join(map(repr, new))} became trainable after this KFAC was made, which does not "
-                "train them; make a new one after changing the model.",
+                "train them; call add_param_group with them.",
             )
 
     def _check_gradients(self, evaluation: Evaluation) -> None:

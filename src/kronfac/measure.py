@@ -16,7 +16,7 @@ def measure(evaluation: Evaluation, state: State) -> Measurement:
     return Measurement(
         iteration=state.iteration + 1,
         examples=batch.examples,
-        weight_decay=evaluation.weight_decay,
+        weight_decay=evaluation.weight_decay.least,
         lambda_=state.damping.lambda_,
         gamma=math.nan if state.gamma is None else state.gamma.gamma,
         summed=batch.summed,

@@ -1,12 +1,8 @@
-"""KFAC, the optimizer: evaluate, compute, commit.
+"""KFAC, the optimizer, as torch.optim sees it; `transitions.py` takes its steps."""
 
-`validation.py` and `step.py` compute and touch nothing; here the result is committed, all or nothing.
-"""
-
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,29 +19,30 @@ from kronfac.control import (
     QuadraticModel,
     StepRule,
 )
+from kronfac.copying import CopyingOptimizer
 from kronfac.curvature import ApproximateInverse, Fisher
 from kronfac.distributed import refuse_distributed, refuse_several_processes
 from kronfac.errors import ClosureError
-from kronfac.evaluation import Evaluation, Point, RefusedError, evaluate
 from kronfac.gradient_check import GradientCheck
-from kronfac.network import Batch, Blocks, Buffers, Network, Other, find_units, restore
+from kronfac.groups import PerParameter, RateWarning, check_group, groups_of, parameters_in
+from kronfac.network import Blocks, Buffers, Network, Other, find_units
 from kronfac.objective import objective_of
-from kronfac.parameter_group import ParameterGroup
-from kronfac.planning import Plan, make_plan, record_example, untouched
-from kronfac.precision import Context, full_precision
-from kronfac.report import Event, EventKind, StepReport, Stopwatch
+from kronfac.planning import Plan, record_example, untouched
+from kronfac.precision import full_precision
+from kronfac.report import StepReport
 from kronfac.settings import Settings, fisher_of, inverse_of
 from kronfac.state import State
-from kronfac.step import Transition, compute_step
-from kronfac.validation import Validation, in_turn, suspects, validate
+from kronfac.state_groups import extended_momentum
 
 ACCEPTANCE = Acceptance()
 """KFAC's own rule for rejecting steps."""
 ACCEPT_ALL = Acceptance(rejection=None, suspicion=None)
+Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+"""What torch's optimizers take."""
 
 
-class KFAC(torch.optim.Optimizer):
-    """The paper's whole algorithm: no learning rate, no momentum to choose.
+class KFAC(CopyingOptimizer):
+    """The paper's whole algorithm: no learning rate to find, no momentum to choose.
 
     With g = ∇h(θ) on the mini-batch and F⁰ the Kronecker-factored Fisher, damped by γ:
 
@@ -67,9 +64,14 @@ class KFAC(torch.optim.Optimizer):
         model: called by the closure.
         loss: the module that the closure calls: `MSELoss`, `BCEWithLogitsLoss`, `CrossEntropyLoss`,
             `kronfac.Gaussian`, `kronfac.Bernoulli` or `kronfac.Categorical`.
+        params: what is trained: parameters of the model, or groups of them, such as
+            `[{"params": weights, "weight_decay": 1e-2}, {"params": rest}]`, each with its own `lr` and
+            `weight_decay` if it wants. Others stay as they are. None for all that are not frozen.
+        lr: factor of each step, for schedules; α and μ are found for a factor of 1.
         inverse: `"block_diagonal"`, `"block_tridiagonal"`, `"ekfac"`, or an `ApproximateInverse`, class
             or instance.
-        weight_decay: η in h(θ) + η/2 ‖θ‖², biases included. The closure leaves it out.
+        weight_decay: η in h(θ) + η/2 ‖θ‖², biases included unless `params` has groups. The closure leaves
+            it out.
         fisher: `"sampled"`, `"empirical"`, `"exact"`, or an instance of `SampledFisher` and so on,
             for the seed, the number of samples and the moving average's decay.
         damping: λ: `AdaptiveDamping()`, which finds its own start, the paper's `LevenbergMarquardt(…)`
@@ -102,6 +104,8 @@ class KFAC(torch.optim.Optimizer):
         model: nn.Module,
         loss: nn.Module,
         *,
+        params: Params | None = None,
+        lr: float | Tensor = 1.0,
         inverse: str | ApproximateInverse | type[ApproximateInverse] = "block_diagonal",
         weight_decay: float = 0.0,
         fisher: str | Fisher | type[Fisher] = "sampled",
@@ -124,8 +128,7 @@ class KFAC(torch.optim.Optimizer):
             )
         refuse_distributed(model)
         refuse_several_processes()
-        if not 0 <= weight_decay < math.inf:
-            raise ValueError(f"weight_decay is finite and not negative; got {weight_decay}.")
+        check_group({"lr": lr, "weight_decay": weight_decay})
         self.settings = Settings(
             inverse=inverse_of(inverse),
             fisher=fisher_of(fisher),
@@ -145,22 +148,22 @@ class KFAC(torch.optim.Optimizer):
         self.model = model
         self.objective = objective_of(loss)
         self._other: Other = other
-        own = self._own_model
         if blocks is not None and not isinstance(blocks, Blocks):
             raise TypeError(
                 f"KFAC's blocks is a kronfac.Blocks, such as Blocks(dense_limit=512); got {blocks!r}."
             )
         self._blocks = Blocks() if blocks is None else blocks
-        found = find_units(own, other, self._blocks)
-        self.network = Network(
-            own, found.units, found.sites, self.objective, Buffers(own), self._blocks
+        groups = None if params is None else groups_of(params, self._own_model)
+        chosen = None if groups is None else parameters_in(groups)
+        self.network = self._network(chosen)
+        super().__init__(
+            groups or self.network.parameters, {"lr": lr, "weight_decay": weight_decay}
         )
-        parameters = self.network.parameters
-        super().__init__(parameters, {"weight_decay": weight_decay})
-        self._check = GradientCheck()
         self._verbose = verbose
-        device = parameters[0].device
-        self._state = saving.initial_state(self.settings, weight_decay, device)
+        self._state = self._initial_state()
+        self._warn_of_rate = RateWarning()
+        self._warn_of_rate(self.param_groups)
+        self._check = GradientCheck(self._left_out())
         self.report: StepReport | None = None
         """What the last step did; None before the first."""
 
@@ -169,8 +172,16 @@ class KFAC(torch.optim.Optimizer):
         """Take one step; the closure computes loss and gradients on the mini-batch, as for L-BFGS.
 
         Returns what the closure returned. From a loss or a gradient that is not finite no step is
-        taken: parameters and state stay as they were, and `report.refused` says so.
+        taken: parameters and state stay as they were, and `report.refused` says so. With a learning rate
+        of 0 in all groups nothing moves, and statistics are updated. Then, as when torch's distributed
+        checkpoints want a new optimizer to have its state, the closure may be left out: nothing is done.
         """
+        for number, group in enumerate(self.param_groups):
+            check_group(group, number)
+        self._warn_of_rate(self.param_groups)
+        if closure is None and not self._rates:
+            self._publish_momentum(anyway=True)
+            return None
         if closure is None:
             raise ClosureError(
                 "KFAC.step needs a closure that computes the loss and its gradients, as L-BFGS does; "
@@ -179,35 +190,6 @@ class KFAC(torch.optim.Optimizer):
         refuse_several_processes()  # a group may have been made since
         with full_precision(self.network.device) as callers:
             return self._step(closure, callers)
-
-    def _step(self, closure: Callable[[], Any], callers: Context) -> Any:
-        watch = Stopwatch()
-        buffers = self.network.buffers.snapshot()
-        with watch("gradient"):
-            evaluation = self._evaluate(closure, callers)
-        if self._verbose and not self._state.iteration and self.report is None:
-            print(self._plan(evaluation.network, evaluation.batch))
-        # The loss of a step that is computed already tells, without another synchronisation, whether the
-        # step before it has to be validated out of turn.
-        validates = in_turn(self.settings, self._state)
-        outcome = None if validates else self._compute(evaluation, watch)
-        validation, outlier = None, False
-        if outcome is None or self._suspects(evaluation, outcome):
-            outcome = None
-            with watch("reduction_ratio"):
-                validation, outlier = self._validate(evaluation)
-            if validation is not None and validation.rejected is not None:
-                self._forget_gradients()
-                restore(buffers)
-                with watch("gradient"):
-                    evaluation = self._evaluate(closure, callers)
-            outcome = self._compute(evaluation, watch, outlier)
-        report = self._commit(evaluation, outcome, watch)
-        if validation is not None:
-            events = () if validation.event is None else (validation.event,)
-            report = replace(report, next_rho=validation.rho, events=events + report.events)
-        self.report = report
-        return evaluation.returned
 
     def closure(
         self, x: Tensor | tuple[Tensor, ...], y: Tensor, *, chunk: int | None = None
@@ -224,106 +206,6 @@ class KFAC(torch.optim.Optimizer):
             batch = record_example(self.model, self.network, example, targets, callers)
             return self._plan(self.network, batch)
 
-    def _plan(self, network: Network, batch: Batch) -> Plan:
-        with untouched(network):
-            weight_decay = float(self.param_groups[0]["weight_decay"])
-            return make_plan(network, batch, self.settings, weight_decay)
-
-    def _evaluate(self, closure: Callable[[], Any], callers: Context) -> Evaluation:
-        evaluation = evaluate(
-            closure,
-            self.model,
-            self.network,
-            weight_decay=float(self.param_groups[0]["weight_decay"]),
-            inverse=self.settings.inverse,
-            callers=callers,
-        )
-        with self.network.buffers.preserved():
-            return self._check(evaluation, self._state.iteration + 1)
-
-    def _forget_gradients(self) -> None:
-        """Drop all gradients, so that a closure does not add to them."""
-        for p in self.network.parameters:
-            p.grad = None
-
-    def _suspects(self, evaluation: Evaluation, outcome: Transition | RefusedError) -> bool:
-        """Whether the loss on this mini-batch calls for a validation of the last step out of turn."""
-        if isinstance(outcome, RefusedError):
-            loss, penalty = float(evaluation.returned_loss), None
-        else:
-            pending = outcome.state.acceptance.pending
-            assert pending is not None
-            loss, penalty = pending.loss, pending.penalty
-        return suspects(self.settings, evaluation, self._state, loss, penalty)
-
-    def _validate(self, evaluation: Evaluation) -> tuple[Validation | None, bool]:
-        """Validate the last step on this mini-batch, and commit what that says; roll back a rejected step.
-
-        Also whether the mini-batch itself is an outlier, so that a step from it has to be validated too.
-        """
-        loss = float(evaluation.returned_loss)
-        outlier = suspects(self.settings, evaluation, self._state, loss)
-        with evaluation.network.buffers.preserved():
-            validation = validate(self.settings, evaluation, self._state)
-        if validation is None:
-            return None, outlier
-        if (rejected := validation.rejected) is not None:
-            outlier = False  # it was the step
-            if rejected.kept is not None:
-                evaluation.network.place(rejected.kept.theta)
-            else:
-                evaluation.network.move(rejected.delta, -1.0)
-        self._state = validation.state
-        return validation, outlier
-
-    def _compute(
-        self, evaluation: Evaluation, watch: Stopwatch, outlier: bool = False
-    ) -> Transition | RefusedError:
-        """The step from this mini-batch, or why there is none."""
-        with watch("gradient"):
-            point = Point.of(evaluation)
-        try:
-            with evaluation.network.buffers.preserved():
-                return compute_step(self.settings, point, self._state, watch, outlier=outlier)
-        except RefusedError as refusal:
-            return refusal
-
-    def _commit(
-        self, evaluation: Evaluation, outcome: Transition | RefusedError, watch: Stopwatch
-    ) -> StepReport:
-        """Take the step: all or nothing."""
-        if isinstance(outcome, RefusedError):
-            return self._refusal(evaluation, watch, outcome)
-        with watch("commit"):
-            self.network = evaluation.network
-            self.network.learned.compared = True
-            self.network.move(outcome.delta)
-            self._become(outcome.state)
-            # Not before: nobody would want that of a step that is not taken.
-            if outcome.state.refresh is not None:
-                outcome.state.refresh.outcomes.begin()
-        return outcome.report
-
-    def _become(self, state: State) -> None:
-        """Replace the state; a refresh under way that the new one does not go on with is given up."""
-        under_way, self._state = self._state.refresh, state
-        if under_way is not None and under_way is not state.refresh:
-            under_way.outcomes.give_up()
-
-    def _refusal(
-        self, evaluation: Evaluation, watch: Stopwatch, refusal: RefusedError
-    ) -> StepReport:
-        gamma = self._state.gamma
-        return StepReport(
-            iteration=self._state.iteration + 1,
-            loss=float(evaluation.returned_loss),
-            lambda_=self._state.damping.lambda_,
-            gamma=math.nan if gamma is None else gamma.gamma,
-            examples=evaluation.batch.examples,
-            seconds=watch.seconds,
-            events=(Event(EventKind.REFUSED, str(refusal)),),
-        )
-
     @property
     def _own_model(self) -> nn.Module:
         """The model for K-FAC's own passes: what `torch.compile` wrapped, where hooks still fire."""
@@ -333,27 +215,9 @@ class KFAC(torch.optim.Optimizer):
 
     # --------------------------------------------------------------------------------------- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, for `torch.save`."""
-        weight_decay = self.param_groups[0]["weight_decay"]
-        return saving.save(self._state, self.network.units, self.settings, weight_decay)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved state, bit for bit; a state that does not fit changes nothing.
-
-        Raises:
-            StateError: it is of another model, kind of inverse or version, or damaged.
-        """
-        loaded = saving.load(state_dict, self.network.units, self.settings)
-        network = self.network.continued(loaded.order, loaded.state.curvature)
-        self._become(loaded.state)
-        self.network = network
-        self.param_groups[0]["weight_decay"] = loaded.weight_decay
-
     def __getstate__(self) -> dict[str, Any]:
         """What a copy, shallow, deep or pickled, is made from: it goes on as this one would."""
         settings = {field.name: getattr(self.settings, field.name) for field in fields(Settings)}
-        (group,) = self.param_groups
         return {
             "model": self.model,
             "loss": self.objective.module,
@@ -364,47 +228,58 @@ class KFAC(torch.optim.Optimizer):
                 "verbose": self._verbose,
                 **self.defaults,
             },
-            "state_dict": self.state_dict(),
-            "group": {name: value for name, value in group.items() if name != "params"},
+            "groups": [dict(group) for group in self.param_groups],
+            "state_dict": self._saved_state(),
             "report": self.report,  # which a sampler knows as the one it looked at
         }
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A module that holds its own optimizer is not complete yet when that is copied.
-        if _complete(state["model"]):
-            self._restore(state)
-        else:
-            self.__dict__["_saved"] = state
-
-    if not TYPE_CHECKING:  # or every attribute would be thought to exist
-
-        def __getattr__(self, name: str) -> Any:
-            """Finish a copy when it is first used; only what an optimizer does not have leads here."""
-            if "_saved" not in self.__dict__:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.")
-            self._restore(self.__dict__.pop("_saved"))
-            return getattr(self, name)
-
     def _restore(self, state: dict[str, Any]) -> None:
-        KFAC.__init__(self, state["model"], state["loss"], **state["settings"])
+        groups = [dict(group) for group in state["groups"]]
+        KFAC.__init__(self, state["model"], state["loss"], params=groups, **state["settings"])
         self.load_state_dict(state["state_dict"])
-        self.param_groups[0].update(state["group"])
         self.report = state["report"]
 
+    # -------------------------------------------------------------------------------------- groups
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """KFAC has one group, all trained layers of its model; a second one is refused."""
-        if self.param_groups:
-            raise ValueError(
-                "KFAC trains the layers of the model that it was given; make a new one after "
-                "changing the model."
-            )
-        super().add_param_group(ParameterGroup(param_group))
+        """Train further parameters of the model, such as those of a layer that was frozen so far.
 
+        The objective has another shape then: statistics and λ are found anew, from iteration 1 on. The
+        momentum buffer stays, with zeros for the new parameters.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"A parameter group is a dict; got a {type(param_group).__name__}.")
+        if "_check" not in vars(self):  # the constructor's, which finds the units itself
+            super().add_param_group(param_group)
+            check_group(self.param_groups[-1], len(self.param_groups) - 1)
+            return
+        (group,) = groups_of([param_group], self._own_model)
+        check_group({**self.defaults, **group}, len(self.param_groups))
+        new = [item[1] if isinstance(item, tuple) else item for item in group["params"]]
+        known = [p for old in self.param_groups for p in old["params"]]
+        network = self._network([*known, *new])
+        super().add_param_group(group)
+        momentum = extended_momentum(self.network, network, self._state.step.momentum)
+        self.network = network
+        fresh = self._initial_state()
+        self._become(replace(fresh, step=replace(fresh.step, momentum=momentum)))
+        self._check = GradientCheck(self._left_out())
+        self._warn_of_rate(self.param_groups)
 
-def _complete(module: nn.Module) -> bool:
-    """Whether a module has been copied, all that is in it included."""
-    modules = vars(module).get("_modules")
-    return modules is not None and all(_complete(m) for m in modules.values() if m is not None)
+    def _network(self, trained: Sequence[nn.Parameter] | None) -> Network:
+        """The model with the units of these parameters; None for all that are not frozen."""
+        own = self._own_model
+        found = find_units(own, self._other, self._blocks, trained)
+        return Network(own, found.units, found.sites, self.objective, Buffers(own), self._blocks)
+
+    def _initial_state(self) -> State:
+        weight_decay = PerParameter.of_groups(self.param_groups, "weight_decay")
+        return saving.initial_state(self.settings, weight_decay.least, self.network.device)
+
+    def _left_out(self) -> list[nn.Parameter]:
+        """Parameters that could be trained and are in no group."""
+        known = {id(p) for group in self.param_groups for p in group["params"]}
+        return [p for p in self._own_model.parameters() if p.requires_grad and id(p) not in known]
 
 
 def plan(

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from kronfac.control import (
-    Coefficients,
-    Matrix,
     Measurement,
     Step,
     StepRule,
@@ -21,12 +19,16 @@ from kronfac.control import (
     quadratic_form,
     refine,
 )
-from kronfac.curvature import Curvature, DampedInverse
+from kronfac.control.quadratic_form import inner
+from kronfac.curvature import ApproximateInverse, Curvature, DampedInverse
+from kronfac.curvature.damping_by_unit import DampedByUnit
 from kronfac.evaluation import Point, RefusedError
 from kronfac.fisher_products import fisher_gram, fisher_product
 from kronfac.linalg import OuterProduct, low_rank_pays
+from kronfac.model_numbers import Along, model_numbers
 from kronfac.network import Batch, Matrices, Network
 from kronfac.report import Stopwatch
+from kronfac.vector import dot
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,14 @@ class Proposal:
     """η F̆⁻¹θ, if the low-rank route keeps it apart."""
     step: Step
     delta: Matrices
+    slope: float
+    """∇hᵀδ."""
     momentum: Matrices
     """The momentum buffer after it, δ itself or less."""
     loss: float
     """As the closure returned it."""
     penalty: float
-    """η/2 ‖θ‖²."""
+    """½ Σ_p η_p ‖p‖²."""
     loss_seen: bool
     """See `Evaluation.seen`."""
     curvature_share: float
@@ -85,30 +89,33 @@ class Proposer:
         with self.watch("fisher_products"):
             gram = fisher_gram(self.network, self.examples, directions, self._factor)
         with self.watch("step_size"):
-            found = _found(point, self.curvature, directions, gram, rule.bounded)
+            found = model_numbers(point, self.curvature, directions, gram, rule.bounded)
             if found is None:
                 point.check_finite(self.curvature)
                 raise RefusedError("The curvature of the step is not finite.")
-            Q = _sum(found.fisher, found.inner, m.lambda_ + m.weight_decay)
+            Q = found.damped(m.lambda_)
             step = rule.solve(Q, found.slopes, self.state, m)
             if not math.isfinite(step.predicted_change):
                 raise RefusedError("The predicted change of the objective is not finite.")
-            penalty = m.weight_decay / 2 * found.squares
+            penalty, slope = found.penalty, inner(found.slopes, step.coefficients)
             delta, momentum = _combine(directions, step)
-            undamped = _sum(found.fisher, found.inner, m.weight_decay)
-            curvature, damped = (quadratic_form(B, step.coefficients) for B in (undamped, Q))
+            curvature, damped = (
+                quadratic_form(B, step.coefficients) for B in (found.damped(0.0), Q)
+            )
         if rule.cg_steps > 1:
             with self.watch("conjugate_gradients"):
                 delta, change = refine(
                     delta, point.gradient, self._product, inverse.mv, rule.cg_steps - 1
                 )
                 step, momentum = Step(step.coefficients, step.predicted_change + change), delta
+                slope = float(dot(point.gradient, delta))
         if rule.bounded:
             # If mini-batches differ, steps from a loss that is rounding error are long and lead anywhere,
             # which examples that are not among these have to pay for. If they don't differ, such a step
             # shows at once, and is rejected.
             least = m.resolution if m.confirmed is not None else 0.0
             step, cut = clip_to_objective(step, found.loss + penalty, least)
+            slope *= cut
             if cut < 1:
                 # The momentum buffer too: once there is nothing to gain it is forgotten.
                 for V in delta if momentum is delta else (*delta, *momentum):
@@ -119,6 +126,7 @@ class Proposer:
             decayed=decayed,
             step=step,
             delta=delta,
+            slope=slope,
             momentum=momentum,
             loss=found.returned,
             penalty=penalty,
@@ -132,6 +140,14 @@ class Proposer:
         """The same for steps that are not taken: they leave no time on the clock, nor a stale ηF̆⁻¹θ."""
         evaluation = replace(self.point.evaluation, factors=None)
         return replace(self, point=replace(self.point, evaluation=evaluation), watch=Stopwatch())
+
+    def by_unit(self, inverse: ApproximateInverse) -> ApproximateInverse:
+        """The inverse with γ² and, if groups differ in η, what a unit's weight has above the smallest."""
+        decay = self.point.evaluation.weight_decay
+        if decay.uniform:
+            return inverse
+        units = self.network.units
+        return DampedByUnit(inverse, tuple(decay[u.parameters[0]] - decay.least for u in units))
 
     @property
     def network(self) -> Network:
@@ -173,7 +189,7 @@ class Proposer:
                 product[n] = factors[n]
             elif low_rank and decay:
                 unit = self.network.units[n]
-                product[n] = gradient[n] - decay * unit.join(unit.parameters)
+                product[n] = gradient[n] - unit.join(decay.times(unit.parameters, unit.parameters))
         return product
 
     def _low_rank(self) -> list[bool]:
@@ -182,82 +198,25 @@ class Proposer:
         return [low_rank_pays(unit.shape, examples) for unit in self.network.units]
 
     def _product(self, v: Matrices) -> Matrices:
-        """(F + (λ + η)I) v on S₂."""
+        """(F + λI + H) v on S₂, H the diagonal matrix of η."""
         m = self.measurement
         Fv = fisher_product(self.network, self.examples, v, self._factor)
-        damping = m.lambda_ + m.weight_decay
+        decay = self.point.evaluation.weight_decay
+        if not decay.uniform:
+            parts = decay.times(self.network.parameters, self.network.split(v))
+            Fv = tuple(a + b for a, b in zip(Fv, self.network.join(parts), strict=True))
+        damping = m.lambda_ + (decay.usual if decay.uniform else 0.0)
         return tuple(torch.add(a, b, alpha=damping) for a, b in zip(Fv, v, strict=True))
 
-
-@dataclass(frozen=True)
-class _Found:
-    """Numbers that the host needs to make a step of a proposal, in float64."""
-
-    fisher: Matrix
-    """v_iᵀFv_j."""
-    inner: Matrix
-    """v_iᵀv_j."""
-    slopes: Coefficients
-    """∇hᵀv_j."""
-    returned: float
-    loss: float
-    seen_loss: float
-    squares: float
-    """‖θ‖², if the objective has it or the step is not bounded."""
-
-
-def _found(
-    point: Point,
-    curvature: Curvature,
-    directions: Sequence[Matrices],
-    gram: Tensor,
-    bounded: bool,
-) -> _Found | None:
-    """Numbers from the step's one synchronisation; None if some are not finite, the factors included."""
-    evaluation = point.evaluation
-    count, seen = len(directions), evaluation.batch.seen_loss
-    products = _inner_products(directions, point.gradient)
-    squares = [] if bounded and evaluation.weight_decay == 0 else _squares(evaluation.network)
-    probes = [number for block in curvature.blocks for number in block.probe()]
-    loss = evaluation.loss
-    losses = [evaluation.returned_loss, loss, loss if seen is None else seen]
-    # What is to be added up is added up by the host: on a device every sum is a launch.
-    scalars = torch.stack([*products, *squares, *probes, *losses]).double()
-    numbers = torch.cat([gram.reshape(-1), scalars]).tolist()
-    if not all(map(math.isfinite, numbers)):
-        return None
-    fisher, rest = numbers[: count**2], numbers[count**2 :]
-    pairs = len(products) // len(point.gradient)
-    total = [sum(rest[i : len(products) : pairs]) for i in range(pairs)]
-    lower = [total[i * (i + 1) // 2 :][: i + 1] for i in range(count)]
-    returned, loss, seen_loss = rest[-3:]
-    return _Found(
-        fisher=[fisher[i * count :][:count] for i in range(count)],
-        inner=[[lower[max(i, j)][min(i, j)] for j in range(count)] for i in range(count)],
-        slopes=total[-count:],
-        returned=returned,
-        loss=loss,
-        seen_loss=seen_loss,
-        squares=sum(rest[len(products) :][: len(squares)]),
-    )
-
-
-def _inner_products(directions: Sequence[Matrices], gradient: Matrices) -> list[Tensor]:
-    """v_iᵀv_j for j ≤ i, then ∇hᵀv_j, of one layer after the other.
-
-    All products of a layer in turn: they are bound by memory, and a layer's matrices stay in the cache.
-    """
-    products = []
-    for matrices in zip(*directions, gradient, strict=True):
-        *v, g = (M.reshape(-1) for M in matrices)
-        products += [torch.dot(v[i], v[j]) for i in range(len(v)) for j in range(i + 1)]
-        products += [torch.dot(g, v_j) for v_j in v]
-    return products
-
-
-def _sum(A: Matrix, B: Matrix, weight: float) -> Matrix:
-    """A + weight · B."""
-    return [[a + weight * b for a, b in zip(*rows, strict=True)] for rows in zip(A, B, strict=True)]
+    def model_along(self, delta: Matrices) -> Along:
+        """M along a step that is none of `propose`'s, for one more J v."""
+        gram = fisher_gram(self.network, self.examples, [delta], self._factor)
+        found = model_numbers(self.point, self.curvature, [delta], gram, self.rule.bounded)
+        if found is None:
+            raise RefusedError("The curvature of the step is not finite.")
+        (curvature,), (undamped,) = found.damped(self.measurement.lambda_)[0], found.damped(0.0)[0]
+        share = undamped / curvature if curvature > 0 else 1.0
+        return Along(found.slopes[0], curvature, share)
 
 
 def _combine(directions: Sequence[Matrices], step: Step) -> tuple[Matrices, Matrices]:
@@ -271,9 +230,3 @@ def _combine(directions: Sequence[Matrices], step: Step) -> tuple[Matrices, Matr
             for V, W in zip(made, direction, strict=True):
                 V.add_(W, alpha=c)
     return total, momentum
-
-
-def _squares(network: Network) -> list[Tensor]:
-    """Terms of ‖θ‖²."""
-    flat = [p.reshape(-1) for p in network.parameters]
-    return [torch.dot(p, p) for p in flat]

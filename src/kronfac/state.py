@@ -36,7 +36,7 @@ from kronfac.ranges import Count, NotNegative
 from kronfac.refresh import Refresh, SavedRefresh
 from kronfac.settings import Settings
 from kronfac.state_versions import upgrade
-from kronfac.storage import Layout, Unpacker, pack
+from kronfac.storage import Layout, Unpacker, map_tensors, pack, tensors_in
 
 S = TypeVar("S")
 
@@ -151,9 +151,7 @@ class SavedState:
             )
 
 
-def save(
-    state: State, units: Sequence[Unit], settings: Settings, weight_decay: float
-) -> dict[str, Any]:
+def save(state: State, units: Sequence[Unit], settings: Settings) -> dict[str, Any]:
     """A dictionary that `torch.load(weights_only=True)` reads back."""
     saved = SavedState(
         version=VERSION,
@@ -162,7 +160,8 @@ def save(
         **{f.name: getattr(state, f.name) for f in fields(state) if f.name != "refresh"},
         refresh=None if state.refresh is None else SavedRefresh.of(state.refresh),
     )
-    return {"kfac": pack(saved), "weight_decay": float(weight_decay)}
+    packed: dict[str, Any] = pack(saved)
+    return packed
 
 
 @dataclass(frozen=True)
@@ -172,27 +171,20 @@ class Loaded:
     state: State
     order: Sequence[int]
     """The numbers of the units, in the order that they were saved in."""
-    weight_decay: float
 
 
-def load(state_dict: Any, units: Sequence[Unit], settings: Settings) -> Loaded:
+def load(packed: Any, units: Sequence[Unit], settings: Settings, weight_decay: float) -> Loaded:
     """Read and check what `save` made; nothing is changed.
 
     Raises:
         StateError: it is of another version, model or kind of inverse, or damaged.
     """
-    for entry in ("kfac", "weight_decay"):
-        if not isinstance(state_dict, dict) or entry not in state_dict:
-            raise StateError(f"This is not the state_dict of a KFAC: it has no entry {entry!r}.")
-    if unknown := [entry for entry in state_dict if entry not in ("kfac", "weight_decay")]:
-        raise StateError(f"The state has entries that are not known here: {unknown}.")
-    packed = state_dict["kfac"]
     version = packed.get("version") if isinstance(packed, dict) else None
     if version != VERSION:
         packed = upgrade(packed, version, settings.inverse, VERSION)
     device = units[0].parameters[0].device
+    packed = _in_dtype(packed, {unit.dtype for unit in units})
     plain = Unpacker(device)
-    weight_decay = plain.unpack(NotNegative, state_dict["weight_decay"], "weight_decay")
     order = _order(plain.unpack(tuple[str, ...], packed.get("units"), "units"), units)
     if (saved_with := packed.get("inverse_settings")) != repr(settings.inverse):
         raise StateError(
@@ -208,7 +200,14 @@ def load(state_dict: Any, units: Sequence[Unit], settings: Settings) -> Loaded:
     saved = Unpacker(device, layouts, map(type, rules)).unpack(SavedState, packed)
     saved.check(layouts)
     _check_blocks(saved.curvature, ordered, settings)
-    return Loaded(_continued(saved, fresh, settings, weight_decay), order, weight_decay)
+    return Loaded(_continued(saved, fresh, settings, weight_decay), order)
+
+
+def check_units(packed: Any, units: Sequence[Unit]) -> None:
+    """Raise a StateError if this is plainly the state of another model."""
+    names = packed.get("units") if isinstance(packed, dict) else None
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        _order(names, units)
 
 
 def _order(names: Sequence[str], units: Sequence[Unit]) -> list[int]:
@@ -219,6 +218,15 @@ def _order(names: Sequence[str], units: Sequence[Unit]) -> list[int]:
             "the model that it was saved with."
         )
     return [numbers[name] for name in names]
+
+
+def _in_dtype(packed: Any, dtypes: set[torch.dtype]) -> Any:
+    """The state in the parameters' dtype, if all of it is in one other; a single odd tensor is damage."""
+    floating = {t.dtype for t in tensors_in(packed) if t.is_floating_point()}
+    if len(floating) != 1 or len(dtypes) != 1 or floating == dtypes:
+        return packed
+    (dtype,) = dtypes
+    return map_tensors(packed, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def _check_blocks(curvature: Curvature | None, units: Sequence[Unit], settings: Settings) -> None:

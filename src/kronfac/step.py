@@ -17,6 +17,8 @@ from kronfac.curvature import Curvature, ema_decay
 from kronfac.curvature.estimate import Sample, estimate
 from kronfac.evaluation import Evaluation, Point
 from kronfac.first_damping import first_lambda
+from kronfac.groups import PerParameter
+from kronfac.learning_rate import ONE, apply_rates
 from kronfac.linearization import linearize
 from kronfac.measure import measure
 from kronfac.network import Batch, Matrices, Network, sizes, subsets
@@ -45,10 +47,12 @@ def compute_step(
     watch: Stopwatch,
     *,
     outlier: bool = False,
+    rates: PerParameter = ONE,
 ) -> Transition:
     """The step from `point` and the state after it.
 
-    From a mini-batch whose loss is an `outlier`, it is a step for the next one to validate.
+    From a mini-batch whose loss is an `outlier`, it is a step for the next one to validate. All is solved
+    for a learning rate of 1; the step that is taken, and what is predicted for it, are by `rates`.
 
     Raises:
         RefusedError: loss, gradient, statistics or step are not finite.
@@ -66,7 +70,8 @@ def compute_step(
     trials = 0
     if m.iteration == 1 and (settings.damping.search is not None or math.isnan(m.lambda_)):
         with watch("first_lambda"):
-            lambda_, trials = first_lambda(proposer, settings.inverse, settings.damping.search)
+            inverse = proposer.by_unit(settings.inverse)
+            lambda_, trials = first_lambda(proposer, inverse, settings.damping.search)
         damping = replace(before.damping, lambda_=lambda_)
         before = replace(
             before, damping=damping, gamma=initial_gamma(settings, damping, m.weight_decay)
@@ -74,7 +79,8 @@ def compute_step(
         m = measure(evaluation, before)
         proposer = replace(proposer, measurement=m)
     chosen = best_proposal(settings, proposer, before, events)
-    best = chosen.proposal
+    with watch("step_size"):
+        best = apply_rates(proposer, chosen.proposal, rates)
     if not best.loss_seen:
         events.append(
             Event(

@@ -11,7 +11,7 @@ for classes from outside the package. It says itself which shapes its tensors ha
 """
 
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import (
     Annotated,
@@ -276,6 +276,20 @@ def _mismatch(hints: Sequence[Any], packed: Any, name: str) -> str:
 
 def _whose(name: str) -> str:
     return f"The state's {name}" if name else "The state"
+
+
+def map_tensors(packed: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """What `pack` made, with other tensors; a tensor in two places stays one tensor."""
+    made: dict[int, Tensor] = {}
+
+    def apply(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return made.setdefault(id(item), change(item))
+        if isinstance(item, dict):
+            return {key: apply(value) for key, value in item.items()}
+        return [apply(value) for value in item] if isinstance(item, (list, tuple)) else item
+
+    return apply(packed)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -43,7 +43,7 @@ class Measurement:
     loss: float | None = None
     """The loss on it as the closure returned it."""
     weight_decay: float = 0.0
-    """η."""
+    """η, the smallest one if parameter groups differ."""
     lambda_: float = math.nan
     """λ; NaN until the first step has found it."""
     gamma: float = math.nan

@@ -1,7 +1,7 @@
 """Which units a model has: what each trained parameter gets."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -34,12 +34,18 @@ class Found:
     sites: list[Site]
 
 
-def find_units(model: nn.Module, other: Other = "diagonal", blocks: Blocks | None = None) -> Found:
+def find_units(
+    model: nn.Module,
+    other: Other = "diagonal",
+    blocks: Blocks | None = None,
+    among: Collection[nn.Parameter] | None = None,
+) -> Found:
     """The units of all trained parameters, in the order of `model.named_modules()`.
 
     Parameters of one module that are used together form one unit; a parameter that several modules share is
     a unit of its own. What no adapter describes gets a block by what the first pass shows of its uses
-    (`discovery.py`), a diagonal one if they are not seen, or is refused.
+    (`discovery.py`), a diagonal one if they are not seen, or is refused. What is not `among` the given
+    parameters counts as frozen.
 
     Raises:
         UnsupportedModelError: a module or parameter is refused, has a dtype that K-FAC can't train, or
@@ -53,12 +59,17 @@ def find_units(model: nn.Module, other: Other = "diagonal", blocks: Blocks | Non
             )
     blocks = Blocks() if blocks is None else blocks
     owners = _owners(model)
+    allowed = None if among is None else {id(p) for p in among}
     units: list[Unit] = []
     sites: list[Site] = []
     found: set[int] = set()
     refused: list[tuple[str, str]] = []
     for prefix, module in model.named_modules():
-        own = {key: p for key, p in module.named_parameters(recurse=False) if p.requires_grad}
+        own = {
+            key: p
+            for key, p in module.named_parameters(recurse=False)
+            if p.requires_grad and (allowed is None or id(p) in allowed)
+        }
         adapter = adapter_for(module) if own else None
         if adapter is not None and not own.keys() <= adapter.parameters(module).keys():
             # Reparametrised by hooks (spectral_norm, pruning): the weight is computed from others.

@@ -49,6 +49,7 @@ def make_plan(network: Network, batch: Batch, settings: Settings, weight_decay: 
     S1, S2 = curvature_examples(settings, network, batch)
     network.learned.forward_mode = not surveyed.engine.startswith(FINITE_DIFFERENCES)
     passes = pass_memory(network, batch, settings.fisher, (S1, S2), momentum_directions(settings))
+    trained = {id(p) for p in network.parameters}
     return Plan(
         model=type(network.model).__name__,
         rows=rows,
@@ -64,7 +65,7 @@ def make_plan(network: Network, batch: Batch, settings: Settings, weight_decay: 
         examples=batch.examples,
         statistics_examples=S1.examples,
         fisher_examples=S2.examples,
-        frozen=tuple(name for name, p in network.model.named_parameters() if not p.requires_grad),
+        frozen=tuple(n for n, p in network.model.named_parameters() if id(p) not in trained),
         chains=()
         if chains is None
         else tuple(

@@ -1,0 +1,64 @@
+"""Inverses whose damping differs from unit to unit: γᵢ² = γ² + eᵢ, where eᵢ is the unit's own part.
+
+A unit whose weight decays by more than others has so much more curvature. Units with the same e are
+prepared and damped together; a chain is divided between units whose e differs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from kronfac.curvature.curvature import Curvature, Link
+from kronfac.curvature.inverse import (
+    ApproximateInverse,
+    ChainOperator,
+    DampedInverse,
+    Piece,
+    PreparedInverse,
+)
+
+
+@dataclass(frozen=True)
+class DampedByUnit(ApproximateInverse):
+    """Another inverse, with γᵢ² = γ² + eᵢ for each unit."""
+
+    inverse: ApproximateInverse
+    extra: tuple[float, ...]
+    """eᵢ, not negative, in the order of the units."""
+
+    @property
+    def for_trials(self) -> ApproximateInverse:
+        return replace(self, inverse=self.inverse.for_trials)
+
+    def prepare(self, curvature: Curvature) -> "_Prepared":
+        parts = []
+        for extra in sorted(set(self.extra)):
+            numbers = [n for n, e in enumerate(self.extra) if e == extra]
+            parts.append((extra, numbers, self.inverse.prepare(_part(curvature, numbers))))
+        return _Prepared(parts)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    parts: Sequence[tuple[float, Sequence[int], PreparedInverse]]
+    """e, the numbers of the units that have it, and what is prepared of them."""
+
+    def damped(self, gamma: float) -> DampedInverse:
+        pieces: dict[int, Piece] = {}
+        for extra, numbers, prepared in self.parts:
+            place = 0
+            for piece in prepared.damped((gamma**2 + extra) ** 0.5).pieces:
+                pieces[numbers[place]] = piece
+                place += piece.length if isinstance(piece, ChainOperator) else 1
+        return DampedInverse(tuple(pieces[n] for n in sorted(pieces)))
+
+
+def _part(curvature: Curvature, numbers: Sequence[int]) -> Curvature:
+    """The curvature of some units; links between neighbours of which one is missing are left out."""
+    links: tuple[Link | None, ...] = ()
+    if curvature.links:
+        links = tuple(
+            curvature.links[n] if n + 1 == following else None for n, following in pairwise(numbers)
+        )
+    blocks = tuple(curvature.blocks[n] for n in numbers)
+    return replace(curvature, blocks=blocks, links=links)

@@ -1,0 +1,192 @@
+"""What a step changes, all or nothing: evaluate, validate, compute, commit.
+
+`validation.py` and `step.py` compute and touch nothing; here the result is committed.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from kronfac.evaluation import Evaluation, Point, RefusedError, evaluate
+from kronfac.gradient_check import GradientCheck
+from kronfac.groups import PerParameter
+from kronfac.network import Batch, Network, restore
+from kronfac.planning import Plan, make_plan, untouched
+from kronfac.precision import Context
+from kronfac.report import Event, EventKind, StepReport, Stopwatch
+from kronfac.settings import Settings
+from kronfac.state import State
+from kronfac.state_groups import MOMENTUM
+from kronfac.step import Transition, compute_step
+from kronfac.validation import Validation, in_turn, suspects, validate
+
+
+class SteppingOptimizer(torch.optim.Optimizer):
+    """An optimizer that has all that a step needs, and takes it."""
+
+    model: nn.Module
+    settings: Settings
+    network: Network
+    report: StepReport | None
+    _state: State
+    _check: GradientCheck
+    _verbose: bool
+
+    def _step(self, closure: Callable[[], Any], callers: Context) -> Any:
+        watch = Stopwatch()
+        buffers = self.network.buffers.snapshot()
+        with watch("gradient"):
+            evaluation = self._evaluate(closure, callers)
+        if self._verbose and not self._state.iteration and self.report is None:
+            print(self._plan(evaluation.network, evaluation.batch))
+        # The loss of a step that is computed already tells, without another synchronisation, whether the
+        # step before it has to be validated out of turn.
+        validates = in_turn(self.settings, self._state)
+        outcome = None if validates else self._compute(evaluation, watch)
+        validation, outlier = None, False
+        if outcome is None or self._suspects(evaluation, outcome):
+            outcome = None
+            with watch("reduction_ratio"):
+                validation, outlier = self._validate(evaluation)
+            if validation is not None and validation.rejected is not None:
+                self._forget_gradients()
+                restore(buffers)
+                with watch("gradient"):
+                    evaluation = self._evaluate(closure, callers)
+            outcome = self._compute(evaluation, watch, outlier)
+        report = self._commit(evaluation, outcome, watch)
+        if validation is not None:
+            events = () if validation.event is None else (validation.event,)
+            report = replace(report, next_rho=validation.rho, events=events + report.events)
+        self.report = report
+        return evaluation.returned
+
+    def _evaluate(self, closure: Callable[[], Any], callers: Context) -> Evaluation:
+        evaluation = evaluate(
+            closure,
+            self.model,
+            self.network,
+            weight_decay=PerParameter.of_groups(self.param_groups, "weight_decay"),
+            inverse=self.settings.inverse,
+            callers=callers,
+        )
+        with self.network.buffers.preserved():
+            return self._check(evaluation, self._state.iteration + 1)
+
+    def _forget_gradients(self) -> None:
+        """Drop all gradients, so that a closure does not add to them."""
+        for p in self.network.parameters:
+            p.grad = None
+
+    def _suspects(self, evaluation: Evaluation, outcome: Transition | RefusedError) -> bool:
+        """Whether the loss on this mini-batch calls for a validation of the last step out of turn."""
+        if isinstance(outcome, RefusedError):
+            loss, penalty = float(evaluation.returned_loss), None
+        else:
+            pending = outcome.state.acceptance.pending
+            assert pending is not None
+            loss, penalty = pending.loss, pending.penalty
+        return suspects(self.settings, evaluation, self._state, loss, penalty)
+
+    def _validate(self, evaluation: Evaluation) -> tuple[Validation | None, bool]:
+        """Validate the last step on this mini-batch, and commit what that says; roll back a rejected step.
+
+        Also whether the mini-batch itself is an outlier, so that a step from it has to be validated too.
+        """
+        loss = float(evaluation.returned_loss)
+        outlier = suspects(self.settings, evaluation, self._state, loss)
+        with evaluation.network.buffers.preserved():
+            validation = validate(self.settings, evaluation, self._state)
+        if validation is None:
+            return None, outlier
+        if (rejected := validation.rejected) is not None:
+            outlier = False  # it was the step
+            if rejected.kept is not None:
+                evaluation.network.place(rejected.kept.theta)
+            else:
+                evaluation.network.move(rejected.delta, -1.0)
+        self._state = validation.state
+        self._publish_momentum()
+        return validation, outlier
+
+    def _compute(
+        self, evaluation: Evaluation, watch: Stopwatch, outlier: bool = False
+    ) -> Transition | RefusedError:
+        """The step from this mini-batch, or why there is none."""
+        with watch("gradient"):
+            point = Point.of(evaluation)
+        try:
+            with evaluation.network.buffers.preserved():
+                return compute_step(
+                    self.settings, point, self._state, watch, outlier=outlier, rates=self._rates
+                )
+        except RefusedError as refusal:
+            return refusal
+
+    def _commit(
+        self, evaluation: Evaluation, outcome: Transition | RefusedError, watch: Stopwatch
+    ) -> StepReport:
+        """Take the step: all or nothing."""
+        if isinstance(outcome, RefusedError):
+            return self._refusal(evaluation, watch, outcome)
+        with watch("commit"):
+            self.network = evaluation.network
+            self.network.learned.compared = True
+            if self._rates:  # or nothing moves, not even a zero's sign
+                self.network.move(outcome.delta)
+            self._become(outcome.state)
+            # Not before: nobody would want that of a step that is not taken.
+            if outcome.state.refresh is not None:
+                outcome.state.refresh.outcomes.begin()
+        return outcome.report
+
+    @property
+    def _rates(self) -> PerParameter:
+        """The learning rate of every parameter."""
+        return PerParameter.of_groups(self.param_groups, "lr")
+
+    def _become(self, state: State) -> None:
+        """Replace the state; a refresh under way that the new one does not go on with is given up."""
+        under_way, self._state = self._state.refresh, state
+        if under_way is not None and under_way is not state.refresh:
+            under_way.outcomes.give_up()
+        self._publish_momentum()
+
+    def _publish_momentum(self, anyway: bool = False) -> None:
+        """Show the momentum buffer in `state`, where torch looks for what belongs to a parameter.
+
+        To be read: K-FAC goes on from its own state. Before the first step there is nothing to show, or
+        `anyway` zeros.
+        """
+        vector = self._state.step.momentum
+        if vector is None and not self.state and not anyway:
+            return
+        parameters = self.network.parameters
+        buffers = (
+            map(torch.zeros_like, parameters) if vector is None else self.network.split(vector)
+        )
+        for p, buffer in zip(parameters, buffers, strict=True):
+            self.state[p][MOMENTUM] = buffer
+
+    def _refusal(
+        self, evaluation: Evaluation, watch: Stopwatch, refusal: RefusedError
+    ) -> StepReport:
+        gamma = self._state.gamma
+        return StepReport(
+            iteration=self._state.iteration + 1,
+            loss=float(evaluation.returned_loss),
+            lambda_=self._state.damping.lambda_,
+            gamma=math.nan if gamma is None else gamma.gamma,
+            examples=evaluation.batch.examples,
+            seconds=watch.seconds,
+            events=(Event(EventKind.REFUSED, str(refusal)),),
+        )
+
+    def _plan(self, network: Network, batch: Batch) -> Plan:
+        with untouched(network):
+            weight_decay = PerParameter.of_groups(self.param_groups, "weight_decay")
+            return make_plan(network, batch, self.settings, weight_decay.largest)
