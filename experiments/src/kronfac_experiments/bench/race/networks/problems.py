@@ -173,7 +173,7 @@ NETWORKS = {
             "resnet",
             "MNIST; three residual blocks of 8, 16 and 32 channels with BatchNorm",
             _digits, models.resnet, nn.CrossEntropyLoss, misclassified, ERROR,
-            batch=128, kfac_batch=512, evaluated=(1000, 3000),
+            batch=128, kfac_batch=256, evaluated=(1000, 3000),
         ),
         NetworkProblem(
             "conv_autoencoder",
