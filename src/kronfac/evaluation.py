@@ -50,8 +50,8 @@ class Evaluation:
     """The same, but for a closure in half precision: see `in_full_precision`."""
     weight_decay: float
     batch: Batch
-    reevaluate: Callable[[], Any]
-    """Calls the closure again, for losses that K-FAC cannot see."""
+    reevaluate: Callable[[], Any] | None
+    """Calls the closure again, for losses that K-FAC cannot see; None if there is none to call."""
     stale: StaleGradients
     random: RandomState | None = None
     """The generators' state before the closure was called."""
@@ -120,9 +120,13 @@ class Evaluation:
         seen = self.batch.seen_loss
         return seen is not None and self.agrees(float(self.loss), float(seen))
 
+    def comparable(self) -> bool:
+        """Whether the loss can be had elsewhere than at θ."""
+        return self.reevaluate is not None or self.batch.seen_loss is not None
+
     def loss_at(self, delta: Matrices, loss_seen: bool) -> Tensor:
         """The loss at θ + δ on the same examples, float64: by a forward pass, or by calling the closure."""
-        if loss_seen:
+        if loss_seen or self.reevaluate is None:
             return _loss(self.network, self.batch, delta)
         parameters = self.network.parameters
         kept = [p.grad for p in parameters]
@@ -139,7 +143,7 @@ class Evaluation:
 
     def change(self, delta: Matrices, loss_seen: bool) -> float:
         """h(θ + δ) − h(θ) on S′, weight decay included [MG15 §6.5]."""
-        old = self.batch.seen_loss if loss_seen else self.loss
+        old = self.batch.seen_loss if loss_seen or self.reevaluate is None else self.loss
         assert old is not None
         return float(self.loss_at(delta, loss_seen) - old.double()) + self.decay_change(delta)
 
@@ -235,6 +239,17 @@ def evaluate(
             returned = call()
         batch = recording.batch()
         network.buffers.note_writes(versions)
+    network, batch = look_at(network, batch, inverse)
+    loss = as_loss(returned, network.device)
+    evaluation = Evaluation(
+        network, returned, loss, loss, weight_decay, batch, call, stale, random, factors
+    )
+    return in_full_precision(evaluation) if batch.mixed else evaluation
+
+
+def look_at(network: Network, batch: Batch, inverse: ApproximateInverse) -> tuple[Network, Batch]:
+    """What a recorded mini-batch says about the network, and how its passes can be divided."""
+    if not any(call.trace for part in batch.passes for call in part.calls):
         batch = arrange(network, batch)
         if not network.discovered:
             with network.buffers.preserved():
@@ -242,14 +257,7 @@ def evaluate(
     if inverse.couples and not network.links:
         with network.buffers.preserved():
             network = chain_network(network, batch.passes[0])
-    loss = as_loss(returned, network.device)
-    evaluation = Evaluation(
-        network, returned, loss, loss, weight_decay, batch, call, stale, random, factors
-    )
-    if not batch.mixed:
-        return evaluation
-    with network.buffers.preserved():
-        return in_full_precision(evaluation)
+    return network, batch
 
 
 def refuse_changes(network: Network) -> None:
@@ -277,7 +285,8 @@ def in_full_precision(evaluation: Evaluation) -> Evaluation:
         return evaluation
     passes = []
     for part in evaluation.batch.passes:
-        outputs = part.run(evaluation.network.model)
+        with evaluation.network.buffers.preserved():
+            outputs = part.run(evaluation.network.model)
         losses = tuple(
             replace(loss, value=loss.evaluate(z))
             for loss, z in zip(part.losses, outputs, strict=True)

@@ -4,6 +4,7 @@
 """
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, get_args
@@ -25,10 +26,20 @@ from kronfac.control import (
 )
 from kronfac.curvature import ApproximateInverse, Fisher
 from kronfac.distributed import refuse_distributed, refuse_several_processes
-from kronfac.errors import ClosureError
 from kronfac.evaluation import Evaluation, Point, RefusedError, evaluate
 from kronfac.gradient_check import GradientCheck
-from kronfac.network import Batch, Blocks, Buffers, Network, Other, find_units, restore
+from kronfac.loop import evaluate_loop
+from kronfac.network import (
+    Batch,
+    Blocks,
+    Buffers,
+    Network,
+    Other,
+    StandingRecorder,
+    find_units,
+    remove_hooks,
+    restore,
+)
 from kronfac.objective import objective_of
 from kronfac.parameter_group import ParameterGroup
 from kronfac.planning import Plan, make_plan, record_example, untouched
@@ -157,6 +168,8 @@ class KFAC(torch.optim.Optimizer):
         )
         parameters = self.network.parameters
         super().__init__(parameters, {"weight_decay": weight_decay})
+        self._recorder = StandingRecorder(model, self.objective, parameters, self.network.buffers)
+        weakref.finalize(self, remove_hooks, self._recorder.handles)
         self._check = GradientCheck()
         self._verbose = verbose
         device = parameters[0].device
@@ -166,25 +179,33 @@ class KFAC(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; the closure computes loss and gradients on the mini-batch, as for L-BFGS.
+        """Take one step.
 
-        Returns what the closure returned. From a loss or a gradient that is not finite no step is
-        taken: parameters and state stay as they were, and `report.refused` says so.
+        Without a closure it goes by the gradients in the parameters, and by the calls of the model and the
+        loss that they are of: `loss.backward(); optimizer.step()`. If the last step turns out to have made
+        things worse, it is rolled back, and this gradient is not used.
+
+        With a closure, that computes loss and gradients on the mini-batch, as for L-BFGS, and is called
+        again after a rollback; `step` returns what it returned.
+
+        From a loss or a gradient that is not finite no step is taken: parameters and state stay as they
+        were, and `report.refused` says so.
         """
-        if closure is None:
-            raise ClosureError(
-                "KFAC.step needs a closure that computes the loss and its gradients, as L-BFGS does; "
-                "KFAC.closure(x, y) makes one."
-            )
         refuse_several_processes()  # a group may have been made since
-        with full_precision(self.network.device) as callers:
-            return self._step(closure, callers)
+        try:
+            with full_precision(self.network.device) as callers, self._recorder.paused():
+                return self._step(closure, callers)
+        finally:
+            self._recorder.step()
 
-    def _step(self, closure: Callable[[], Any], callers: Context) -> Any:
+    def _step(self, closure: Callable[[], Any] | None, callers: Context) -> Any:
         watch = Stopwatch()
         buffers = self.network.buffers.snapshot()
         with watch("gradient"):
-            evaluation = self._evaluate(closure, callers)
+            found = self._evaluate(closure, callers) if closure else self._evaluate_loop()
+        if found is None:
+            return None
+        evaluation = found
         if self._verbose and not self._state.iteration and self.report is None:
             print(self._plan(evaluation.network, evaluation.batch))
         # The loss of a step that is computed already tells, without another synchronisation, whether the
@@ -197,6 +218,9 @@ class KFAC(torch.optim.Optimizer):
             with watch("reduction_ratio"):
                 validation, outlier = self._validate(evaluation)
             if validation is not None and validation.rejected is not None:
+                if closure is None:  # the gradient is that of a point that has been left
+                    self.report = self._skip(evaluation, watch, validation)
+                    return None
                 self._forget_gradients()
                 restore(buffers)
                 with watch("gradient"):
@@ -220,7 +244,11 @@ class KFAC(torch.optim.Optimizer):
 
     def plan(self, example: Any, targets: Any = None) -> Plan:
         """What becomes of every parameter, and what a step takes: see `kronfac.plan`."""
-        with untouched(self.network), full_precision(self.network.device) as callers:
+        with (
+            untouched(self.network),
+            self._recorder.paused(),
+            full_precision(self.network.device) as callers,
+        ):
             batch = record_example(self.model, self.network, example, targets, callers)
             return self._plan(self.network, batch)
 
@@ -228,6 +256,19 @@ class KFAC(torch.optim.Optimizer):
         with untouched(network):
             weight_decay = float(self.param_groups[0]["weight_decay"])
             return make_plan(network, batch, self.settings, weight_decay)
+
+    def _evaluate_loop(self) -> Evaluation | None:
+        """What a loop without a closure has computed; None if there is nothing to take a step from."""
+        evaluation = evaluate_loop(
+            self._recorder,
+            self.network,
+            weight_decay=float(self.param_groups[0]["weight_decay"]),
+            inverse=self.settings.inverse,
+        )
+        if evaluation is None:
+            return None
+        with self.network.buffers.preserved():
+            return self._check(evaluation, self._state.iteration + 1)
 
     def _evaluate(self, closure: Callable[[], Any], callers: Context) -> Evaluation:
         evaluation = evaluate(
@@ -323,6 +364,22 @@ class KFAC(torch.optim.Optimizer):
             seconds=watch.seconds,
             events=(Event(EventKind.REFUSED, str(refusal)),),
         )
+
+    def _skip(self, evaluation: Evaluation, watch: Stopwatch, validation: Validation) -> StepReport:
+        """A mini-batch that has rejected the last step, whose gradient is not used."""
+        assert validation.event is not None
+        skipped = self._refusal(evaluation, watch, RefusedError())
+        return replace(skipped, next_rho=validation.rho, events=(validation.event,))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, and what was recorded of the passes that they came from."""
+        super().zero_grad(set_to_none)
+        self._recorder.forget()
+
+    def close(self) -> None:
+        """Remove K-FAC's hooks from the model and the loss; steps need a closure from then on."""
+        remove_hooks(self._recorder.handles)
+        self._recorder.forget()
 
     @property
     def _own_model(self) -> nn.Module:

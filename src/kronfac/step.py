@@ -93,7 +93,8 @@ def compute_step(
         curvature_share=best.curvature_share,
     )
     damping, rho = before.damping, None
-    if settings.damping.measures(m.iteration) == "own" and predicted != 0:
+    measures = settings.damping.measures(m.iteration) == "own" and evaluation.comparable()
+    if measures and predicted != 0:
         with watch("reduction_ratio"):
             change = best.change
             if change is None:
@@ -205,7 +206,7 @@ def _compare_average(
 ) -> StepState:
     """The step rule's memory after θ̄ was compared with θ on this mini-batch, if it is time to."""
     memory = settings.step_size.long_memory
-    if memory is None:
+    if memory is None or not evaluation.comparable():
         return state
     remembered = memory.begin(state.memory, m)
     if remembered.average is not None and memory.compares(remembered, m):
