@@ -14,6 +14,9 @@ from kronfac.gradient_comparison import MIXED_TOLERANCE, Verdict, compare, losse
 
 INTERVAL = 100
 """Iterations from one comparison to the next; the first mini-batch is always compared."""
+SAME_SCALE = 1e-4
+"""Relative difference of two factors of the gradient up to which they are one that the loop always has; the
+factors of two steps that were clipped are not that close."""
 
 
 class GradientCheck:
@@ -25,12 +28,15 @@ class GradientCheck:
         self._last = Verdict()
         """What was found last, of gradients that were not added to others."""
         self._scale = 1.0
+        self._scales: list[float] = []
+        """What was found of fresh gradients, the last two."""
+        self._in_loop = False
         self._compared = False
         self._zeroes_in_place = False
 
     def __call__(self, evaluation: Evaluation, iteration: int) -> Evaluation:
         """The evaluation as the step may take it: with fallback blocks, and the loss that is minimised."""
-        batch = evaluation.batch
+        batch, self._in_loop = evaluation.batch, evaluation.reevaluate is None
         if any(call.trace for part in batch.passes for call in part.calls):
             return evaluation  # the gradient is K-FAC's own, of all that the network consists of
         self._check_parameters(evaluation)
@@ -42,8 +48,10 @@ class GradientCheck:
             evaluation = _scale_to_returned(evaluation)
         # Also on the first mini-batch after a state was loaded.
         compared = self._compared and (self._zeroes_in_place or not added)
+        # A scale of its own is looked at twice: clipping has another one in every step.
+        compared = compared and not (len(self._scales) == 1 and self._scales[0] != 1)
         if compared and iteration > 1 and iteration % INTERVAL:
-            return replace(evaluation, batch=evaluation.batch.scaled(self._scale))
+            return _scaled(evaluation, self._scale)
         verdict = compare(evaluation, replace(evaluation, weight_decay=0.0).gradient())
         if verdict is None:
             return evaluation
@@ -53,6 +61,15 @@ class GradientCheck:
         self._compared, self._zeroes_in_place, self._last = True, added, verdict
         self._scale = 1.0
         return self._mend(evaluation, verdict)
+
+    def warn_of_old_gradients(self) -> None:
+        """Warn of a loop that never zeroes its gradients."""
+        self._warn(
+            "zero_grad",
+            "loss.backward() has added to the gradients that the last KFAC.step() went by: this step goes "
+            "by the sum, but its curvature is that of the last mini-batch alone. Call "
+            "optimizer.zero_grad() before each backward(), or once before several micro-batches.",
+        )
 
     def _as_before(self, verdict: Verdict) -> bool:
         """Whether gradients in old tensors are what fresh ones were: so these have been zeroed in place."""
@@ -104,17 +121,24 @@ class GradientCheck:
             # A GradScaler: the loss is scaled on the way back, and the gradient unscaled.
             self._follows_returned = True
             return _scale_to_returned(evaluation)
+        self._scales = [*self._scales[-1:], scale]
+        if not all(math.isclose(scale, other, rel_tol=SAME_SCALE) for other in self._scales):
+            # Clipped: the curvature is that of the loss, and the gradient what it is made to be.
+            return evaluation
         if scale != 1:
-            self._warn(
-                "scale",
-                f"The closure's gradient is {scale:.4g} times that of the losses it called; KFAC takes the "
-                "gradient for right. Scale the loss before backward(), not the gradient after it.",
-            )
+            if len(self._scales) > 1:
+                self._warn(
+                    "scale",
+                    f"The closure's gradient is {scale:.4g} times that of the losses it called, in every "
+                    "step; KFAC takes the gradient for right. Scale the loss before backward(), not the "
+                    "gradient after it.",
+                )
             self._scale = scale
-            evaluation = replace(evaluation, batch=evaluation.batch.scaled(scale))
+            evaluation = _scaled(evaluation, scale)
             seen = evaluation.batch.seen_loss
             assert seen is not None
-        if not losses_agree(evaluation, float(evaluation.returned_loss), float(seen)):
+        told = scale == 1 or len(self._scales) > 1
+        if told and not losses_agree(evaluation, float(evaluation.returned_loss), float(seen)):
             ratio = float(seen) / float(evaluation.returned_loss)
             self._warn(
                 "returned",
@@ -153,11 +177,24 @@ class GradientCheck:
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._given:
             self._given.add(kind)
+            if self._in_loop:
+                message = message.replace("closure", "loop")
             warnings.warn(message, UserWarning, stacklevel=2)
 
 
 def _list(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names))
+
+
+def _scaled(evaluation: Evaluation, factor: float) -> Evaluation:
+    """The evaluation with its terms scaled; so is the loss, if it is not a closure that returned it."""
+    if factor == 1:
+        return evaluation
+    batch = evaluation.batch.scaled(factor)
+    evaluation = replace(evaluation, batch=batch)
+    if evaluation.reevaluate is not None or batch.seen_loss is None:
+        return evaluation
+    return replace(evaluation, loss=batch.seen_loss, returned_loss=batch.seen_loss)
 
 
 def _scale_to_returned(evaluation: Evaluation) -> Evaluation:

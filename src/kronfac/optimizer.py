@@ -267,6 +267,9 @@ class KFAC(torch.optim.Optimizer):
         )
         if evaluation is None:
             return None
+        if self._recorder.watch.added_to_old:
+            self._check.warn_of_old_gradients()
+            return evaluation
         with self.network.buffers.preserved():
             return self._check(evaluation, self._state.iteration + 1)
 

@@ -32,8 +32,6 @@ class BackwardWatch:
         if self._before is not None:
             return False
         self._before = self._gradients()
-        old = (self._stepped.get(g) == version for g, version in self._before if g is not None)
-        self.added_to_old = self.added_to_old or (not self.passes and any(old))
         Variable._execution_engine.queue_callback(self._end)
         return all(gradient is None for gradient, _ in self._before)
 
@@ -50,6 +48,8 @@ class BackwardWatch:
             g is not old or v != version for (g, v), (old, version) in zip(now, before, strict=True)
         )
         if written:
+            old = (self._stepped.get(g) == version for g, version in before if g is not None)
+            self.added_to_old = self.added_to_old or (not self.passes and any(old))
             self.passes += 1
             self._left = _versions(now)
         self._ended(written)
