@@ -34,8 +34,13 @@ class GradientCheck:
         self._compared = False
         self._zeroes_in_place = False
 
-    def __call__(self, evaluation: Evaluation, iteration: int) -> Evaluation:
-        """The evaluation as the step may take it: with fallback blocks, and the loss that is minimised."""
+    def __call__(
+        self, evaluation: Evaluation, iteration: int, unscaled: bool = False
+    ) -> Evaluation:
+        """The evaluation as the step may take it: with fallback blocks, and the loss that is minimised.
+
+        A gradient that a GradScaler has `unscaled` is compared with that of the scaled loss in every step.
+        """
         batch, self._in_loop = evaluation.batch, evaluation.reevaluate is None
         if any(call.trace for part in batch.passes for call in part.calls):
             return evaluation  # the gradient is K-FAC's own, of all that the network consists of
@@ -50,17 +55,27 @@ class GradientCheck:
         compared = self._compared and (self._zeroes_in_place or not added)
         # A scale of its own is looked at twice: clipping has another one in every step.
         compared = compared and not (len(self._scales) == 1 and self._scales[0] != 1)
-        if compared and iteration > 1 and iteration % INTERVAL:
+        if compared and iteration > 1 and iteration % INTERVAL and not unscaled:
             return _scaled(evaluation, self._scale)
         verdict = compare(evaluation, replace(evaluation, weight_decay=0.0).gradient())
-        if verdict is None:
-            return evaluation
+        if verdict is None or unscaled:
+            return evaluation if verdict is None else _scaled(evaluation, verdict.scale)
         if added and not self._as_before(verdict):
             self._warn_of_sum(verdict)
             return evaluation
         self._compared, self._zeroes_in_place, self._last = True, added, verdict
         self._scale = 1.0
         return self._mend(evaluation, verdict)
+
+    def warn_of_unseen_loss(self) -> None:
+        """Warn of a loop whose loss K-FAC can't compute elsewhere."""
+        self._warn(
+            "unseen loss",
+            "KFAC.step() has not seen the loss that backward() was called on, only the model's outputs: "
+            "the curvature is that of the loss that KFAC was given or kronfac.observe declared, λ stays as "
+            "it is, and no step is validated or rejected. Call the loss module that KFAC was given, with "
+            "the model's outputs, or give step() a closure.",
+        )
 
     def warn_of_old_gradients(self) -> None:
         """Warn of a loop that never zeroes its gradients."""

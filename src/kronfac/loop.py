@@ -11,6 +11,7 @@ import torch
 from kronfac.curvature import ApproximateInverse
 from kronfac.errors import LoopError
 from kronfac.evaluation import Evaluation, in_full_precision, look_at, refuse_changes
+from kronfac.grad_scaler import Scaling
 from kronfac.network import Network, StandingRecorder
 
 
@@ -20,6 +21,7 @@ def evaluate_loop(
     *,
     weight_decay: float,
     inverse: ApproximateInverse,
+    scaling: Scaling,
 ) -> Evaluation | None:
     """What the loop has computed since the last step; None if there is nothing to take a step from.
 
@@ -28,6 +30,7 @@ def evaluate_loop(
         network: what is trained.
         weight_decay: η.
         inverse: how the curvature is inverted.
+        scaling: what a GradScaler has multiplied loss and gradients by.
 
     Raises:
         LoopError: a forward or a backward pass is missing.
@@ -38,6 +41,11 @@ def evaluate_loop(
     if batch is None:
         _explain(recorder, network)
         return None
+    if scaling.overflow:
+        return None  # GradScaler.update makes the scale smaller
+    if scaling.scale is not None:
+        scaling.unscale(network.parameters)
+        batch = batch.scaled(1 / scaling.scale)
     network, batch = look_at(network, batch, inverse)
     seen = batch.seen_loss
     loss = torch.zeros((), device=network.device) if seen is None else seen

@@ -27,6 +27,7 @@ from kronfac.control import (
 from kronfac.curvature import ApproximateInverse, Fisher
 from kronfac.distributed import refuse_distributed, refuse_several_processes
 from kronfac.evaluation import Evaluation, Point, RefusedError, evaluate
+from kronfac.grad_scaler import Scaling
 from kronfac.gradient_check import GradientCheck
 from kronfac.loop import evaluate_loop
 from kronfac.network import (
@@ -177,6 +178,9 @@ class KFAC(torch.optim.Optimizer):
         self.report: StepReport | None = None
         """What the last step did; None before the first."""
 
+    _step_supports_amp_scaling = True
+    """So that `GradScaler.step` says by what it has scaled the loss."""
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
@@ -259,19 +263,23 @@ class KFAC(torch.optim.Optimizer):
 
     def _evaluate_loop(self) -> Evaluation | None:
         """What a loop without a closure has computed; None if there is nothing to take a step from."""
+        scaling = Scaling.of(self)
         evaluation = evaluate_loop(
             self._recorder,
             self.network,
             weight_decay=float(self.param_groups[0]["weight_decay"]),
             inverse=self.settings.inverse,
+            scaling=scaling,
         )
         if evaluation is None:
             return None
+        if not evaluation.comparable():
+            self._check.warn_of_unseen_loss()
         if self._recorder.watch.added_to_old:
             self._check.warn_of_old_gradients()
             return evaluation
         with self.network.buffers.preserved():
-            return self._check(evaluation, self._state.iteration + 1)
+            return self._check(evaluation, self._state.iteration + 1, scaling.unscaled)
 
     def _evaluate(self, closure: Callable[[], Any], callers: Context) -> Evaluation:
         evaluation = evaluate(

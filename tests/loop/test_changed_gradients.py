@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC
+from kronfac import KFAC, FixedDamping, FixedGamma, QuadraticModel
 from tests.loop.loops import PROBLEMS, same_parameters, step_without_closure
 
 PROBLEM = PROBLEMS["perceptron"]
@@ -45,8 +45,6 @@ def test_a_clipped_gradient_is_no_scale_to_warn_of(closure: bool) -> None:
 
 def test_the_clipped_gradient_is_what_is_preconditioned() -> None:
     """With λ and γ fixed the step is the clipped share of the one that is not clipped."""
-    from kronfac import FixedDamping, FixedGamma, QuadraticModel
-
     steps = []
     ((x, y),) = PROBLEM.batches(1)
     for most in (1e9, 0.01):
@@ -87,11 +85,13 @@ def test_a_constant_factor_belongs_to_the_loss() -> None:
 def test_gradients_that_are_never_zeroed_are_told_of_once() -> None:
     model = PROBLEM.model()
     optimizer = KFAC(model, PROBLEM.loss_fn)
-    with pytest.warns(UserWarning, match="has added to the gradients") as caught:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         for x, y in PROBLEM.batches(4):
             PROBLEM.loss(model, x, y).backward()
             optimizer.step()
-    assert len(caught) == 1
+    (warning,) = caught
+    assert "has added to the gradients that the last KFAC.step() went by" in str(warning.message)
 
 
 @pytest.mark.parametrize("to_none", [True, False])

@@ -45,10 +45,16 @@ def test_a_forward_pass_without_a_backward_pass_leaves_nothing() -> None:
 
 def test_a_step_leaves_nothing() -> None:
     model, loss_fn, optimizer, x, y = made()
-    inputs, targets = x.clone(), y.clone()
-    seen = weakref.ref(inputs), weakref.ref(targets)
-    step_without_closure(optimizer, lambda: loss_fn(model(inputs), targets))
-    del inputs, targets
+    seen = []
+
+    def loss() -> Tensor:
+        inputs, targets = x.clone(), y.clone()
+        seen.extend((weakref.ref(inputs), weakref.ref(targets)))
+        value: Tensor = loss_fn(model(inputs), targets)
+        return value
+
+    step_without_closure(optimizer, loss)
+    assert len(seen) == 2
     assert not any(map(alive, seen))
 
 

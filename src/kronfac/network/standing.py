@@ -22,7 +22,7 @@ from kronfac.network.program import Batch, ModelCall
 from kronfac.network.recorded_calls import Arrival, CallRecording, Calls, assemble, joined
 from kronfac.network.side_effects import Buffers
 from kronfac.network.standing_hooks import stand_by
-from kronfac.objective import Objective
+from kronfac.objective import LISTENERS, Likelihood, Objective, observe
 
 _RECORDERS = count()
 
@@ -65,6 +65,7 @@ class StandingRecorder:
             *stand_by(model, self._before_model, self._after_model),
             *stand_by(objective.module, self._before_loss, self._after_loss),
         ]
+        LISTENERS.add(self)
 
     # ---------------------------------------------------------------------------------- what is kept
 
@@ -151,6 +152,13 @@ class StandingRecorder:
             arrival.inside = True
         for tensor, index in zip(tensors_of(outputs), call.outputs, strict=True):
             self._attach(tensor, index, calls)
+
+    def hear(self, z: Tensor, likelihood: Likelihood, **options: Any) -> None:
+        """A declaration by `kronfac.observe`, outside of the model."""
+        self._before_loss(self.model, (z,), {})
+        if self._running.calls[-1] is not None:
+            observe(z, likelihood, **options)
+        self._after_loss(self.model, (z,), {}, z)
 
     def _before_loss(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
