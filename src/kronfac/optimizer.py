@@ -99,6 +99,7 @@ class KFAC(torch.optim.Optimizer):
             of the iterations so far, up to 20.
         inverse_lag: iterations from the start of a refresh to its use; if it is not 0 the inverse is
             computed in the background, beside the steps in between. Not in the first iterations.
+        clip: a trust region: the step is scaled so that δᵀFδ ≤ clip²; None for none.
         other: what becomes of parameters of layers that KFAC does not know: `"diagonal"` gives them the
             block that fits how the first mini-batch uses them, a diagonal one if that is not seen;
             `"refuse"` raises an error that names them.
@@ -125,6 +126,7 @@ class KFAC(torch.optim.Optimizer):
         fisher_fraction: float | None = None,
         inverse_interval: int | None = None,
         inverse_lag: int = 0,
+        clip: float | None = None,
         other: Other = "diagonal",
         blocks: Blocks | None = None,
         verbose: bool = False,
@@ -151,6 +153,7 @@ class KFAC(torch.optim.Optimizer):
             fisher_fraction=fisher_fraction,
             inverse_interval=inverse_interval,
             inverse_lag=inverse_lag,
+            clip=clip,
         )
         if other not in get_args(Other):
             raise ValueError(f"KFAC's other is one of {get_args(Other)}; got {other!r}.")

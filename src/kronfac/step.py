@@ -62,7 +62,9 @@ def compute_step(
         S1, S2 = _curvature_examples(settings, evaluation, m)
         curvature, current, generator = _update_curvature(settings, evaluation, S1, before, m)
         before = replace(before, current=current)
-    proposer = Proposer(point, S2, curvature, settings.step_size, step_state, m, watch)
+    proposer = Proposer(
+        point, S2, curvature, settings.step_size, step_state, m, watch, settings.clip
+    )
     trials = 0
     if m.iteration == 1 and (settings.damping.search is not None or math.isnan(m.lambda_)):
         with watch("first_lambda"):
