@@ -201,7 +201,7 @@ def test_a_gradient_of_another_scale_is_known_to_every_step():
         return value
 
     optimizer.step(closure)  # one step does not tell a scale from clipping
-    with pytest.warns(UserWarning, match=r"0\.01 times .* in every step"):
+    with pytest.warns(UserWarning, match="0.01 times"):
         optimizer.step(closure)
     traces = []
     for _ in range(4):
