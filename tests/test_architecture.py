@@ -41,6 +41,7 @@ def test_the_import_order_is_that_of_the_contract():
 def test_a_step_takes_at_most_ten_hops():
     for heading in (
         "## Follow one `step(closure)`",
+        "## Follow one `loss.backward(); step()`",
         "## Follow one `step(optimizer.closure(x, y))`",
     ):
         section = PAGE.split(heading, 1)[1].split("\n## ", 1)[0]

@@ -203,8 +203,8 @@ def test_nothing_is_touched():
     pointers = {name: t.data_ptr() for name, t in model.state_dict(keep_vars=True).items()}
     graph = model[2](torch.randn(2, 5)).sum()
     random = torch.get_rng_state()
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     optimizer = KFAC(model, nn.CrossEntropyLoss(), inverse="block_tridiagonal")
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     state, network = optimizer._state, optimizer.network
     optimizer.plan(torch.randn(6, 3, 8, 8, generator=torch.Generator()), torch.arange(6) % 5)
     assert torch.equal(torch.get_rng_state(), random)

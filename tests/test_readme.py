@@ -37,7 +37,7 @@ def test_the_readme_is_short():
 def test_the_examples_of_the_guide_run():
     torch.manual_seed(0)
     names: dict[str, object] = {}
-    run(ROOT / "docs" / "using.md", 7, names)
+    run(ROOT / "docs" / "using.md", 8, names)
     # What the page shows of it is what it says.
     assert str(names["plan"]) in (ROOT / "docs" / "using.md").read_text()
     assert names["k"] == 100

@@ -58,7 +58,8 @@ def best_proposal(
         with watch("inverse"):
             decayed = _decay_part(settings, outcome, point)
         proposal = proposer.propose(gamma, outcome, decayed)
-        if len(refresh.candidates) > 1 and settings.gamma.criterion == "objective":
+        several = len(refresh.candidates) > 1 and point.evaluation.comparable()
+        if several and settings.gamma.criterion == "objective":
             proposal = _with_change(proposer, proposal)
         best = proposal if best is None or _value(proposal) < _value(best) else best
         # Nothing is left of the loser when the next one is made.

@@ -25,6 +25,10 @@ class ClosureError(KronfacError, RuntimeError):
     """The closure did not do what a step needs of it."""
 
 
+class LoopError(ClosureError):
+    """A training loop without a closure did not do what a step needs of it."""
+
+
 class ExampleError(KronfacError, ValueError):
     """The example of a plan is not what the model, or the loss, takes."""
 

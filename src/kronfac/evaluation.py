@@ -62,8 +62,8 @@ class Evaluation:
     weight_decay: PerParameter
     """η."""
     batch: Batch
-    reevaluate: Callable[[], Any]
-    """Calls the closure again, for losses that K-FAC cannot see."""
+    reevaluate: Callable[[], Any] | None
+    """Calls the closure again, for losses that K-FAC cannot see; None if there is none to call."""
     stale: StaleGradients
     random: RandomState | None = None
     """The generators' state before the closure was called."""
@@ -134,9 +134,13 @@ class Evaluation:
         seen = self.batch.seen_loss
         return seen is not None and self.agrees(float(self.loss), float(seen))
 
+    def comparable(self) -> bool:
+        """Whether the loss can be had elsewhere than at θ."""
+        return self.reevaluate is not None or self.batch.seen_loss is not None
+
     def loss_at(self, delta: Matrices, loss_seen: bool) -> Tensor:
         """The loss at θ + δ on the same examples, float64: by a forward pass, or by calling the closure."""
-        if loss_seen:
+        if loss_seen or self.reevaluate is None:
             return _loss(self.network, self.batch, delta)
         parameters = self.network.parameters
         kept = [p.grad for p in parameters]
@@ -154,7 +158,7 @@ class Evaluation:
 
     def change(self, delta: Matrices, loss_seen: bool) -> float:
         """h(θ + δ) − h(θ) on S′, weight decay included [MG15 §6.5]."""
-        old = self.batch.seen_loss if loss_seen else self.loss
+        old = self.batch.seen_loss if loss_seen or self.reevaluate is None else self.loss
         assert old is not None
         return float(self.loss_at(delta, loss_seen) - old.double()) + self.decay_change(delta)
 
@@ -261,6 +265,17 @@ def evaluate(
         batch = recording.batch()
         network.buffers.note_writes(versions)
         buffers = network.buffers.written(kept)
+    network, batch = look_at(network, batch, inverse)
+    loss = as_loss(returned, network.device)
+    evaluation = Evaluation(
+        network, returned, loss, loss, weight_decay, batch, call, stale, random, factors, buffers
+    )
+    return in_full_precision(evaluation) if batch.mixed else evaluation
+
+
+def look_at(network: Network, batch: Batch, inverse: ApproximateInverse) -> tuple[Network, Batch]:
+    """What a recorded mini-batch says about the network, and how its passes can be divided."""
+    if not any(call.trace for part in batch.passes for call in part.calls):
         batch = arrange(network, batch)
         if not network.discovered:
             with network.buffers.preserved():
@@ -268,14 +283,7 @@ def evaluate(
     if inverse.couples and not network.links:
         with network.buffers.preserved():
             network = chain_network(network, batch.passes[0])
-    loss = as_loss(returned, network.device)
-    evaluation = Evaluation(
-        network, returned, loss, loss, weight_decay, batch, call, stale, random, factors, buffers
-    )
-    if not batch.mixed:
-        return evaluation
-    with network.buffers.preserved():
-        return in_full_precision(evaluation)
+    return network, batch
 
 
 def refuse_changes(network: Network) -> None:
@@ -303,7 +311,8 @@ def in_full_precision(evaluation: Evaluation) -> Evaluation:
         return evaluation
     passes = []
     for part in evaluation.batch.passes:
-        outputs = part.run(evaluation.network.model)
+        with evaluation.network.buffers.preserved():
+            outputs = part.run(evaluation.network.model)
         losses = tuple(
             replace(loss, value=loss.evaluate(z))
             for loss, z in zip(part.losses, outputs, strict=True)

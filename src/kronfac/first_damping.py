@@ -26,7 +26,7 @@ def first_lambda(
     point.check_finite(proposer.curvature)
     m, curvature = proposer.measurement, proposer.curvature.mean()
     start = curvature if math.isnan(m.lambda_) else m.lambda_
-    if search is None:
+    if search is None or not evaluation.comparable():
         return start, 0
     try:
         prepared = inverse.for_trials.prepare(proposer.curvature)

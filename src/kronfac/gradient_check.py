@@ -17,6 +17,9 @@ from kronfac.groups import PerParameter
 
 INTERVAL = 100
 """Iterations from one comparison to the next; the first mini-batch is always compared."""
+SAME_SCALE = 1e-4
+"""Relative difference of two factors of the gradient up to which they are one that the loop always has; the
+factors of two steps that were clipped are not that close."""
 
 
 class GradientCheck:
@@ -30,12 +33,20 @@ class GradientCheck:
         self._last = Verdict()
         """What was found last, of gradients that were not added to others."""
         self._scale = 1.0
+        self._scales: list[float] = []
+        """What was found of fresh gradients, the last two."""
+        self._in_loop = False
         self._compared = False
         self._zeroes_in_place = False
 
-    def __call__(self, evaluation: Evaluation, iteration: int) -> Evaluation:
-        """The evaluation as the step may take it: with fallback blocks, and the loss that is minimised."""
-        batch = evaluation.batch
+    def __call__(
+        self, evaluation: Evaluation, iteration: int, unscaled: bool = False
+    ) -> Evaluation:
+        """The evaluation as the step may take it: with fallback blocks, and the loss that is minimised.
+
+        A gradient that a GradScaler has `unscaled` is compared with that of the scaled loss in every step.
+        """
+        batch, self._in_loop = evaluation.batch, evaluation.reevaluate is None
         if any(call.trace for part in batch.passes for call in part.calls):
             return evaluation  # the gradient is K-FAC's own, of all that the network consists of
         self._check_parameters(evaluation)
@@ -47,19 +58,40 @@ class GradientCheck:
             evaluation = _scale_to_returned(evaluation)
         # Also on the first mini-batch after a state was loaded.
         compared = self._compared and (self._zeroes_in_place or not added)
-        if compared and iteration > 1 and iteration % INTERVAL:
-            return replace(evaluation, batch=evaluation.batch.scaled(self._scale))
+        # A scale of its own is looked at twice: clipping has another one in every step.
+        compared = compared and not (len(self._scales) == 1 and self._scales[0] != 1)
+        if compared and iteration > 1 and iteration % INTERVAL and not unscaled:
+            return _scaled(evaluation, self._scale)
         verdict = compare(
             evaluation, replace(evaluation, weight_decay=PerParameter(0.0)).gradient()
         )
-        if verdict is None:
-            return evaluation
+        if verdict is None or unscaled:
+            return evaluation if verdict is None else _scaled(evaluation, verdict.scale)
         if added and not self._as_before(verdict):
             self._warn_of_sum(verdict)
             return evaluation
         self._compared, self._zeroes_in_place, self._last = True, added, verdict
         self._scale = 1.0
         return self._mend(evaluation, verdict)
+
+    def warn_of_unseen_loss(self) -> None:
+        """Warn of a loop whose loss K-FAC can't compute elsewhere."""
+        self._warn(
+            "unseen loss",
+            "KFAC.step() has not seen the loss that backward() was called on, only the model's outputs: "
+            "the curvature is that of the loss that KFAC was given or kronfac.observe declared, λ stays as "
+            "it is, and no step is validated or rejected. Call the loss module that KFAC was given, with "
+            "the model's outputs, or give step() a closure.",
+        )
+
+    def warn_of_old_gradients(self) -> None:
+        """Warn of a loop that never zeroes its gradients."""
+        self._warn(
+            "zero_grad",
+            "loss.backward() has added to the gradients that the last KFAC.step() went by: this step goes "
+            "by the sum, but its curvature is that of the last mini-batch alone. Call "
+            "optimizer.zero_grad() before each backward(), or once before several micro-batches.",
+        )
 
     def _as_before(self, verdict: Verdict) -> bool:
         """Whether gradients in old tensors are what fresh ones were: so these have been zeroed in place."""
@@ -111,17 +143,24 @@ class GradientCheck:
             # A GradScaler: the loss is scaled on the way back, and the gradient unscaled.
             self._follows_returned = True
             return _scale_to_returned(evaluation)
+        self._scales = [*self._scales[-1:], scale]
+        if not all(math.isclose(scale, other, rel_tol=SAME_SCALE) for other in self._scales):
+            # Clipped: the curvature is that of the loss, and the gradient what it is made to be.
+            return evaluation
         if scale != 1:
-            self._warn(
-                "scale",
-                f"The closure's gradient is {scale:.4g} times that of the losses it called; KFAC takes the "
-                "gradient for right. Scale the loss before backward(), not the gradient after it.",
-            )
+            if len(self._scales) > 1:
+                self._warn(
+                    "scale",
+                    f"The closure's gradient is {scale:.4g} times that of the losses it called, in every "
+                    "step; KFAC takes the gradient for right. Scale the loss before backward(), not the "
+                    "gradient after it.",
+                )
             self._scale = scale
-            evaluation = replace(evaluation, batch=evaluation.batch.scaled(scale))
+            evaluation = _scaled(evaluation, scale)
             seen = evaluation.batch.seen_loss
             assert seen is not None
-        if not losses_agree(evaluation, float(evaluation.returned_loss), float(seen)):
+        told = scale == 1 or len(self._scales) > 1
+        if told and not losses_agree(evaluation, float(evaluation.returned_loss), float(seen)):
             ratio = float(seen) / float(evaluation.returned_loss)
             self._warn(
                 "returned",
@@ -160,11 +199,24 @@ class GradientCheck:
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._given:
             self._given.add(kind)
+            if self._in_loop:
+                message = message.replace("closure", "loop")
             warnings.warn(message, UserWarning, stacklevel=2)
 
 
 def _list(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names))
+
+
+def _scaled(evaluation: Evaluation, factor: float) -> Evaluation:
+    """The evaluation with its terms scaled; so is the loss, if it is not a closure that returned it."""
+    if factor == 1:
+        return evaluation
+    batch = evaluation.batch.scaled(factor)
+    evaluation = replace(evaluation, batch=batch)
+    if evaluation.reevaluate is not None or batch.seen_loss is None:
+        return evaluation
+    return replace(evaluation, loss=batch.seen_loss, returned_loss=batch.seen_loss)
 
 
 def _scale_to_returned(evaluation: Evaluation) -> Evaluation:

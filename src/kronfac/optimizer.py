@@ -1,5 +1,6 @@
 """KFAC, the optimizer, as torch.optim sees it; `transitions.py` takes its steps."""
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, get_args
@@ -22,10 +23,17 @@ from kronfac.control import (
 from kronfac.copying import CopyingOptimizer
 from kronfac.curvature import ApproximateInverse, Fisher
 from kronfac.distributed import refuse_distributed, refuse_several_processes
-from kronfac.errors import ClosureError
 from kronfac.gradient_check import GradientCheck
 from kronfac.groups import PerParameter, RateWarning, check_group, groups_of, parameters_in
-from kronfac.network import Blocks, Buffers, Network, Other, find_units
+from kronfac.network import (
+    Blocks,
+    Buffers,
+    Network,
+    Other,
+    StandingRecorder,
+    find_units,
+    remove_hooks,
+)
 from kronfac.objective import objective_of
 from kronfac.planning import Plan, record_example, untouched
 from kronfac.precision import full_precision
@@ -89,6 +97,7 @@ class KFAC(CopyingOptimizer):
             of the iterations so far, up to 20.
         inverse_lag: iterations from the start of a refresh to its use; if it is not 0 the inverse is
             computed in the background, beside the steps in between. Not in the first iterations.
+        clip: a trust region: the step is scaled so that δᵀFδ ≤ clip²; None for none.
         other: what becomes of parameters of layers that KFAC does not know: `"diagonal"` gives them the
             block that fits how the first mini-batch uses them, a diagonal one if that is not seen;
             `"refuse"` raises an error that names them.
@@ -117,6 +126,7 @@ class KFAC(CopyingOptimizer):
         fisher_fraction: float | None = None,
         inverse_interval: int | None = None,
         inverse_lag: int = 0,
+        clip: float | None = None,
         other: Other = "diagonal",
         blocks: Blocks | None = None,
         verbose: bool = False,
@@ -142,6 +152,7 @@ class KFAC(CopyingOptimizer):
             fisher_fraction=fisher_fraction,
             inverse_interval=inverse_interval,
             inverse_lag=inverse_lag,
+            clip=clip,
         )
         if other not in get_args(Other):
             raise ValueError(f"KFAC's other is one of {get_args(Other)}; got {other!r}.")
@@ -159,6 +170,7 @@ class KFAC(CopyingOptimizer):
         super().__init__(
             groups or self.network.parameters, {"lr": lr, "weight_decay": weight_decay}
         )
+        self._listen()
         self._verbose = verbose
         self._state = self._initial_state()
         self._warn_of_rate = RateWarning()
@@ -167,29 +179,37 @@ class KFAC(CopyingOptimizer):
         self.report: StepReport | None = None
         """What the last step did; None before the first."""
 
+    _step_supports_amp_scaling = True
+    """So that `GradScaler.step` says by what it has scaled the loss."""
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; the closure computes loss and gradients on the mini-batch, as for L-BFGS.
+        """Take one step.
 
-        Returns what the closure returned. From a loss or a gradient that is not finite no step is
-        taken: parameters and state stay as they were, and `report.refused` says so. With a learning rate
-        of 0 in all groups nothing moves, and statistics are updated. Then, as when torch's distributed
-        checkpoints want a new optimizer to have its state, the closure may be left out: nothing is done.
+        Without a closure it goes by the gradients in the parameters, and by the calls of the model and the
+        loss that they are of: `loss.backward(); optimizer.step()`. If the last step turns out to have made
+        things worse, it is rolled back, and this gradient is not used.
+
+        With a closure, that computes loss and gradients on the mini-batch, as for L-BFGS, and is called
+        again after a rollback; `step` returns what it returned.
+
+        From a loss or a gradient that is not finite no step is taken: parameters and state stay as they
+        were, and `report.refused` says so. With a learning rate of 0 in all groups nothing moves, and
+        statistics are updated. Then, as when torch's distributed checkpoints want a new optimizer to have
+        its state, there need not be anything to take a step from: nothing is done.
         """
         for number, group in enumerate(self.param_groups):
             check_group(group, number)
         self._warn_of_rate(self.param_groups)
-        if closure is None and not self._rates:
+        if closure is None and not self._rates and not self._recorder.forwards:
             self._publish_momentum(anyway=True)
             return None
-        if closure is None:
-            raise ClosureError(
-                "KFAC.step needs a closure that computes the loss and its gradients, as L-BFGS does; "
-                "KFAC.closure(x, y) makes one."
-            )
         refuse_several_processes()  # a group may have been made since
-        with full_precision(self.network.device) as callers:
-            return self._step(closure, callers)
+        try:
+            with full_precision(self.network.device) as callers, self._recorder.paused():
+                return self._step(closure, callers)
+        finally:
+            self._recorder.step()
 
     def closure(
         self, x: Tensor | tuple[Tensor, ...], y: Tensor, *, chunk: int | None = None
@@ -202,9 +222,23 @@ class KFAC(CopyingOptimizer):
 
     def plan(self, example: Any, targets: Any = None) -> Plan:
         """What becomes of every parameter, and what a step takes: see `kronfac.plan`."""
-        with untouched(self.network), full_precision(self.network.device) as callers:
+        with (
+            untouched(self.network),
+            self._recorder.paused(),
+            full_precision(self.network.device) as callers,
+        ):
             batch = record_example(self.model, self.network, example, targets, callers)
             return self._plan(self.network, batch)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, and what was recorded of the passes that they came from."""
+        super().zero_grad(set_to_none)
+        self._recorder.forget()
+
+    def close(self) -> None:
+        """Remove K-FAC's hooks from the model and the loss; steps need a closure from then on."""
+        remove_hooks(self._recorder.handles)
+        self._recorder.forget()
 
     @property
     def _own_model(self) -> nn.Module:
@@ -261,10 +295,19 @@ class KFAC(CopyingOptimizer):
         super().add_param_group(group)
         momentum = extended_momentum(self.network, network, self._state.step.momentum)
         self.network = network
+        self.close()
+        self._listen()
         fresh = self._initial_state()
         self._become(replace(fresh, step=replace(fresh.step, momentum=momentum)))
         self._check = GradientCheck(self._left_out())
         self._warn_of_rate(self.param_groups)
+
+    def _listen(self) -> None:
+        """Record what the model and the loss are called with from now on, for steps without a closure."""
+        self._recorder = StandingRecorder(
+            self.model, self.objective, self.network.parameters, self.network.buffers
+        )
+        weakref.finalize(self, remove_hooks, self._recorder.handles)
 
     def _network(self, trained: Sequence[nn.Parameter] | None) -> Network:
         """The model with the units of these parameters; None for all that are not frozen."""
@@ -308,4 +351,8 @@ def plan(
         ExampleError: the model can't be called with the example, or the targets don't fit.
         UnsupportedModelError: `KFAC` would refuse the model.
     """
-    return KFAC(model, loss, **settings).plan(example, targets)
+    optimizer = KFAC(model, loss, **settings)
+    try:
+        return optimizer.plan(example, targets)
+    finally:
+        optimizer.close()

@@ -16,6 +16,7 @@ from kronfac.control import (
     StepRule,
     StepState,
     clip_to_objective,
+    clip_to_radius,
     quadratic_form,
     refine,
 )
@@ -74,6 +75,8 @@ class Proposer:
     measurement: Measurement
     """With λ, η and c."""
     watch: Stopwatch
+    clip: float | None = None
+    """The radius of a trust region in the Fisher norm."""
 
     def propose(
         self, gamma: float, inverse: DampedInverse, decayed: Matrices | None = None
@@ -116,10 +119,15 @@ class Proposer:
             least = m.resolution if m.confirmed is not None else 0.0
             step, cut = clip_to_objective(step, found.loss + penalty, least)
             slope *= cut
-            if cut < 1:
-                # The momentum buffer too: once there is nothing to gain it is forgotten.
-                for V in delta if momentum is delta else (*delta, *momentum):
-                    V.mul_(cut)
+            # The momentum buffer too: once there is nothing to gain it is forgotten.
+            _shorten(delta, momentum, cut)
+        if self.clip is not None:
+            fisher = quadratic_form(found.fisher, step.coefficients)
+            if rule.cg_steps > 1:  # not along the two directions
+                fisher = float(fisher_gram(self.network, self.examples, [delta], self._factor))
+            step, cut = clip_to_radius(step, fisher, self.clip)
+            slope *= cut
+            _shorten(delta, momentum, cut)
         return Proposal(
             gamma=gamma,
             inverse=inverse,
@@ -230,3 +238,10 @@ def _combine(directions: Sequence[Matrices], step: Step) -> tuple[Matrices, Matr
             for V, W in zip(made, direction, strict=True):
                 V.add_(W, alpha=c)
     return total, momentum
+
+
+def _shorten(delta: Matrices, momentum: Matrices, share: float) -> None:
+    """Multiply a step and the momentum buffer, which may be the same, by a share, in place."""
+    if share < 1:
+        for V in delta if momentum is delta else (*delta, *momentum):
+            V.mul_(share)

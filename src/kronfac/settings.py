@@ -1,5 +1,6 @@
 """The choices that a user makes, and what follows from them: when to refresh, on how many examples."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -64,6 +65,7 @@ class Settings:
     fisher_fraction: float | None
     inverse_interval: int | None
     inverse_lag: int = 0
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         kinds: tuple[tuple[str, type[Rule[Any]], str], ...] = (
@@ -88,6 +90,11 @@ class Settings:
             raise ValueError(
                 f"inverse_lag must be between 0 and {largest}: a background refresh has to be adopted "
                 f"before the next one starts. Got {self.inverse_lag}."
+            )
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(
+                f"KFAC's clip is the largest Fisher norm of a step, positive and finite, or None; got "
+                f"{self.clip}."
             )
         self.gamma.check_interval(self.inverse_interval)
 

@@ -66,7 +66,9 @@ def compute_step(
         S1, S2 = _curvature_examples(settings, evaluation, m)
         curvature, current, generator = _update_curvature(settings, evaluation, S1, before, m)
         before = replace(before, current=current)
-    proposer = Proposer(point, S2, curvature, settings.step_size, step_state, m, watch)
+    proposer = Proposer(
+        point, S2, curvature, settings.step_size, step_state, m, watch, settings.clip
+    )
     trials = 0
     if m.iteration == 1 and (settings.damping.search is not None or math.isnan(m.lambda_)):
         with watch("first_lambda"):
@@ -99,7 +101,8 @@ def compute_step(
         curvature_share=best.curvature_share,
     )
     damping, rho = before.damping, None
-    if settings.damping.measures(m.iteration) == "own" and predicted != 0:
+    measures = settings.damping.measures(m.iteration) == "own" and evaluation.comparable()
+    if measures and predicted != 0:
         with watch("reduction_ratio"):
             change = best.change
             if change is None:
@@ -212,7 +215,7 @@ def _compare_average(
 ) -> StepState:
     """The step rule's memory after θ̄ was compared with θ on this mini-batch, if it is time to."""
     memory = settings.step_size.long_memory
-    if memory is None:
+    if memory is None or not evaluation.comparable():
         return state
     remembered = memory.begin(state.memory, m)
     if remembered.average is not None and memory.compares(remembered, m):

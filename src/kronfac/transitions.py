@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from kronfac.evaluation import Evaluation, Point, RefusedError, evaluate
+from kronfac.grad_scaler import Scaling
 from kronfac.gradient_check import GradientCheck
 from kronfac.groups import PerParameter
-from kronfac.network import Batch, Network, restore
+from kronfac.loop import evaluate_loop
+from kronfac.network import Batch, Network, StandingRecorder, restore
 from kronfac.planning import Plan, make_plan, untouched
 from kronfac.precision import Context
 from kronfac.report import Event, EventKind, StepReport, Stopwatch
@@ -34,13 +36,17 @@ class SteppingOptimizer(torch.optim.Optimizer):
     report: StepReport | None
     _state: State
     _check: GradientCheck
+    _recorder: StandingRecorder
     _verbose: bool
 
-    def _step(self, closure: Callable[[], Any], callers: Context) -> Any:
+    def _step(self, closure: Callable[[], Any] | None, callers: Context) -> Any:
         watch = Stopwatch()
         buffers = self.network.buffers.snapshot()
         with watch("gradient"):
-            evaluation = self._evaluate(closure, callers)
+            found = self._evaluate(closure, callers) if closure else self._evaluate_loop()
+        if found is None:
+            return None
+        evaluation = found
         if self._verbose and not self._state.iteration and self.report is None:
             print(self._plan(evaluation.network, evaluation.batch))
         # The loss of a step that is computed already tells, without another synchronisation, whether the
@@ -53,6 +59,9 @@ class SteppingOptimizer(torch.optim.Optimizer):
             with watch("reduction_ratio"):
                 validation, outlier = self._validate(evaluation)
             if validation is not None and validation.rejected is not None:
+                if closure is None:  # the gradient is that of a point that has been left
+                    self.report = self._skip(evaluation, watch, validation)
+                    return None
                 self._forget_gradients()
                 restore(buffers)
                 with watch("gradient"):
@@ -76,6 +85,26 @@ class SteppingOptimizer(torch.optim.Optimizer):
         )
         with self.network.buffers.preserved():
             return self._check(evaluation, self._state.iteration + 1)
+
+    def _evaluate_loop(self) -> Evaluation | None:
+        """What a loop without a closure has computed; None if there is nothing to take a step from."""
+        scaling = Scaling.of(self)
+        evaluation = evaluate_loop(
+            self._recorder,
+            self.network,
+            weight_decay=PerParameter.of_groups(self.param_groups, "weight_decay"),
+            inverse=self.settings.inverse,
+            scaling=scaling,
+        )
+        if evaluation is None:
+            return None
+        if not evaluation.comparable():
+            self._check.warn_of_unseen_loss()
+        if self._recorder.watch.added_to_old:
+            self._check.warn_of_old_gradients()
+            return evaluation
+        with self.network.buffers.preserved():
+            return self._check(evaluation, self._state.iteration + 1, scaling.unscaled)
 
     def _forget_gradients(self) -> None:
         """Drop all gradients, so that a closure does not add to them."""
@@ -185,6 +214,12 @@ class SteppingOptimizer(torch.optim.Optimizer):
             seconds=watch.seconds,
             events=(Event(EventKind.REFUSED, str(refusal)),),
         )
+
+    def _skip(self, evaluation: Evaluation, watch: Stopwatch, validation: Validation) -> StepReport:
+        """A mini-batch that has rejected the last step, whose gradient is not used."""
+        assert validation.event is not None
+        skipped = self._refusal(evaluation, watch, RefusedError())
+        return replace(skipped, next_rho=validation.rho, events=(validation.event,))
 
     def _plan(self, network: Network, batch: Batch) -> Plan:
         with untouched(network):

@@ -49,7 +49,7 @@ def suspects(
 def validate(settings: Settings, evaluation: Evaluation, state: State) -> Validation | None:
     """The last step by h(θ) and h(θ − δ) on this mini-batch; None if that can't tell."""
     pending = state.acceptance.pending
-    if pending is None or pending.predicted_change == 0:
+    if pending is None or pending.predicted_change == 0 or not evaluation.comparable():
         return None
     back = tuple(V.neg() for V in pending.delta)
     loss_seen = evaluation.loss_seen()

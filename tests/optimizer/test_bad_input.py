@@ -364,9 +364,10 @@ def refused_closure(optimizer: KFAC, closure: Any, message: str) -> None:
 
 def test_no_closure():
     optimizer = trained()
-    refused_closure(optimizer, None, r"KFAC\.step needs a closure")
+    optimizer.zero_grad()
+    refused_closure(optimizer, None, r"KFAC\.step\(\) needs a forward and a backward pass")
     before = Snapshot.of(optimizer)
-    with pytest.raises(ClosureError, match=r"KFAC\.closure\(x, y\)"):
+    with pytest.raises(ClosureError, match=r"KFAC\.step\(\) needs a forward and a backward pass"):
         optimizer.step()
     before.assert_untouched(optimizer)
 

@@ -157,7 +157,7 @@ def test_hooks_are_there_only_while_the_closure_runs():
         return closure()
 
     optimizer.step(watching)
-    assert seen == [(1, 0)], "the loss is seen without one"
+    assert seen == [(2, 1)], "one stands by for loops without a closure"
     assert_no_hooks(model, loss)
 
 

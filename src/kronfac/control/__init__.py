@@ -14,7 +14,7 @@ from kronfac.control.lambda_search import LambdaSearch
 from kronfac.control.levenberg_marquardt import LevenbergMarquardt
 from kronfac.control.long_memory import LongMemory, MemoryState
 from kronfac.control.quadratic_form import Coefficients, Matrix, quadratic_form
-from kronfac.control.quadratic_model import QuadraticModel, clip_to_objective
+from kronfac.control.quadratic_model import QuadraticModel, clip_to_objective, clip_to_radius
 from kronfac.control.raw_step import RawStep
 from kronfac.control.step_rule import Step, StepRule, StepState
 from kronfac.control.tied_gamma import TiedGamma
@@ -56,6 +56,7 @@ __all__ = [
     "TiedGamma",
     "Verdict",
     "clip_to_objective",
+    "clip_to_radius",
     "quadratic_form",
     "refine",
 ]

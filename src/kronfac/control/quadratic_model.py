@@ -63,6 +63,25 @@ def clip_to_objective(step: Step, objective: float, least: float = 0.0) -> tuple
     return bounded, share
 
 
+def clip_to_radius(step: Step, curvature: float, radius: float) -> tuple[Step, float]:
+    """The part of the step within a trust region, δᵀFδ ≤ radius², and its share.
+
+    At c δ, M has changed by c g + c² q/2 with g = ∇hᵀδ and q the curvature along δ, λ's and η's included.
+    """
+    if not curvature > radius**2:
+        return step, 1.0
+    share = radius / math.sqrt(curvature)
+    slope = 2 * step.predicted_change if step.slope is None else step.slope
+    damped = 2 * (step.predicted_change - slope)
+    clipped = replace(
+        step,
+        coefficients=tuple(share * c for c in step.coefficients),
+        predicted_change=share * slope + share**2 * damped / 2,
+        slope=share * slope,
+    )
+    return clipped, share
+
+
 @dataclass(frozen=True)
 class QuadraticModel(StepRule):
     """(α, μ) = argmin M: δ = αΔ + μδ₀, or δ = αΔ with `momentum=False`.

@@ -24,7 +24,7 @@ from kronfac.curvature import Tap
 from kronfac.linalg import take
 from kronfac.linearization.base import Linearization
 from kronfac.linearization.elementwise import ELEMENTWISE, Applied, Slope, apply, slopes
-from kronfac.network import Matrices, ModelCall, Network, Pass, Unit, replay
+from kronfac.network import Matrices, ModelCall, Network, Pass, Unit, replay, without_hooks
 
 
 @dataclass(frozen=True)
@@ -274,8 +274,7 @@ def _plain(module: nn.Module) -> bool:
     return not (
         _global_forward_hooks
         or _global_forward_pre_hooks
-        or own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
+        or not without_hooks(module)
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
         or "forward" in own

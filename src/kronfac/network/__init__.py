@@ -9,6 +9,8 @@ from kronfac.network.layers.linear import LinearAdapter
 from kronfac.network.network import Network
 from kronfac.network.program import Batch, LossCall, ModelCall, Pass, Ref
 from kronfac.network.side_effects import Buffers, Kept, RandomState, hooked, replay, restore
+from kronfac.network.standing import StandingRecorder
+from kronfac.network.standing_hooks import remove_hooks, without_hooks
 from kronfac.network.subset import sizes, subsets
 from kronfac.network.unit import Unit
 from kronfac.network.uses import Uses
@@ -31,6 +33,7 @@ __all__ = [
     "Ref",
     "SeeFunctions",
     "Site",
+    "StandingRecorder",
     "Unit",
     "Use",
     "Uses",
@@ -40,8 +43,10 @@ __all__ = [
     "record",
     "record_uses",
     "register",
+    "remove_hooks",
     "replay",
     "restore",
     "sizes",
     "subsets",
+    "without_hooks",
 ]

@@ -22,6 +22,10 @@ class SeenLoss:
     loss: Tensor | None
     arrived: Tensor | None = None
 
+    def arrive(self, gradient: Tensor) -> None:
+        """Add what a backward pass brings; a hook of the loss."""
+        self.arrived = gradient if self.arrived is None else self.arrived + gradient
+
     def with_factor(self) -> LossCall | None:
         """The call with what it counts in the objective; None if nothing arrived at it."""
         if self.loss is None:
@@ -35,8 +39,8 @@ class SeenLoss:
                 factor = least
             if least < 0:
                 raise UnsupportedLossError(
-                    "KFAC needs losses that are minimised; one of those that the closure called enters "
-                    f"its objective with the factor {least:g}, which has no positive curvature. Leave it "
+                    "KFAC needs losses that are minimised; one of those that were called enters "
+                    f"the objective with the factor {least:g}, which has no positive curvature. Leave it "
                     "out, or declare the terms that are minimised with kronfac.observe."
                 )
         terms = self.call.terms

@@ -25,6 +25,11 @@ def map_leaves(value: Any, change: Callable[[Any], Any], depth: int = DEPTH) -> 
     Objects are copied if something in them changes; the value itself stays as it is.
     """
     # What is usual first: `tree_map` is slow.
+    if isinstance(value, Tensor | Ref):
+        return change(value)
+    if type(value) is tuple and value and type(value[-1]) is dict and not value[-1]:
+        # Arguments, and keyword arguments of which there are none.
+        return (*(map_leaves(item, change, depth) for item in value[:-1]), value[-1])
     if not isinstance(value, Tensor) and type(value) in (tuple, dict) and not value:
         return value
     if type(value) is tuple and all(isinstance(item, Tensor | Ref) for item in value):

@@ -24,6 +24,8 @@ from kronfac.objective import JOINED, READERS, Terms
 __all__ = ["Batch", "LossCall", "ModelCall", "Operation", "Pass", "Ref"]
 
 Function = Callable[..., Any]
+HALF = (torch.float16, torch.bfloat16)
+"""Dtypes that autocast computes in, and K-FAC's own passes do not."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from kronfac.errors import ClosureError
 from kronfac.network.assembly import SeenLoss, declare, group
 from kronfac.network.nested import Ref, map_leaves, tensors_of
 from kronfac.network.program import (
+    HALF,
     Batch,
     Function,
     LossCall,
@@ -32,7 +33,6 @@ from kronfac.network.tape import Tape, written_by
 from kronfac.objective import JOINED, READERS, Objective, observe
 from kronfac.precision import mixed
 
-HALF = (torch.float16, torch.bfloat16)
 _BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _CASTS = {torch.Tensor.float, torch.Tensor.double, torch.Tensor.to, torch.Tensor.type}
 _GRADIENT = getattr(torch.Tensor.grad, "__get__")  # noqa: B009
@@ -41,7 +41,13 @@ _GRADIENT = getattr(torch.Tensor.grad, "__get__")  # noqa: B009
 class Recording(TorchFunctionMode):
     """What the closure did, seen from inside it."""
 
-    def __init__(self, model: nn.Module, objective: Objective, buffers: Buffers) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        buffers: Buffers,
+        tape: Tape | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.objective = objective
@@ -49,7 +55,7 @@ class Recording(TorchFunctionMode):
         self.steps: list[ModelCall | Operation] = []
         self.losses: list[SeenLoss] = []
         self.mixed = False
-        self._tape = Tape(model)
+        self._tape = tape or Tape(model)
         self._thread = threading.get_ident()
         self._device = device_of(model)
         self._depth = 0  # of calls that run; a backward pass, which may repeat some, counts too
@@ -73,10 +79,13 @@ class Recording(TorchFunctionMode):
         self._inside = []
         self._given = self._tape.references((args, kwargs))[0]
         self._watch(self._given)
-        if hasattr(module, "_orig_mod"):  # the compiler would trace this mode
-            self._suspended.enter_context(_pop_mode_temporarily())
+        self._suspend(module)
         self._random = RandomState.current(self._device)
         self._kept = self._buffers.before_call(path)
+
+    def _suspend(self, module: nn.Module) -> None:
+        if hasattr(module, "_orig_mod"):  # the compiler would trace this mode
+            self._suspended.enter_context(_pop_mode_temporarily())
 
     def after_model(
         self,
@@ -227,13 +236,13 @@ class Recording(TorchFunctionMode):
         # A copy: the closure may go on with the loss in place.
         seen = SeenLoss(call, None if loss is None else loss.detach().clone())
         self.losses.append(seen)
-        if loss is not None and loss.requires_grad:
-
-            def arrived(gradient: Tensor) -> None:
-                seen.arrived = gradient if seen.arrived is None else seen.arrived + gradient
-
-            loss.register_hook(arrived)
+        self._await_gradient(outputs if loss is None else loss, seen)
         return result
+
+    def _await_gradient(self, tensor: Tensor, seen: SeenLoss) -> None:
+        """Note what arrives at a loss, or at outputs that are declared, in the backward pass."""
+        if seen.loss is not None and tensor.requires_grad:
+            tensor.register_hook(seen.arrive)
 
     # ----------------------------------------------------------------------------------------- values
 
@@ -249,7 +258,7 @@ class Recording(TorchFunctionMode):
 
     def _watch(self, values: Any) -> None:
         """Remember the versions of these tensors, to find out whether they were written to."""
-        self._versions += [(leaf, leaf._version) for leaf in tensors_of(values)]
+        self._versions += [(t, t._version) for t in tensors_of(values) if not t.is_inference()]
 
     def _in_full(self, values: Any) -> Any:
         """Values without a graph, and none in half precision: without autocast the model takes no such."""

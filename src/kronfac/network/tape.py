@@ -4,7 +4,8 @@ They are known for as long as the closure holds on to them, and no longer: weak 
 no activations. A tensor that was written to by something that could not be recorded is known no more.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from kronfac.network.nested import Ref, map_leaves
 class Tape:
     """Which tensors are known, and what else the closure may compute from."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, indices: Iterator[int] | None = None) -> None:
+        self._indices = count() if indices is None else indices
         self._trained = {id(p) for p in model.parameters() if p.requires_grad}
         self._known: Any = WeakTensorKeyDictionary()
         self.shapes: dict[int, torch.Size] = {}
@@ -25,11 +27,15 @@ class Tape:
 
     def remember(self, tensor: Tensor, known: bool = True) -> int:
         """A new index; for the tensor itself too, if that may be asked for."""
-        index = len(self.shapes)
+        index = next(self._indices)
         self.shapes[index] = tensor.shape
         if known:
             self._known[tensor] = (index, tensor._version)
         return index
+
+    def recognize(self, tensor: Tensor, index: int) -> None:
+        """Know a tensor by an index that was given out elsewhere."""
+        self._known[tensor] = (index, tensor._version)
 
     def alias(self, tensor: Tensor, other: Tensor) -> None:
         """Take a tensor for another one that is known."""

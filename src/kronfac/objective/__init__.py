@@ -12,13 +12,14 @@ from kronfac.objective.joined import JOINED
 from kronfac.objective.least_squares import least_squares
 from kronfac.objective.losses import READERS
 from kronfac.objective.objective import Objective, objective_of
-from kronfac.objective.observe import observe
+from kronfac.objective.observe import LISTENERS, observe
 from kronfac.objective.poisson import Poisson
 from kronfac.objective.probability import BernoulliProbability
 from kronfac.objective.terms import Terms
 
 __all__ = [
     "JOINED",
+    "LISTENERS",
     "READERS",
     "Bernoulli",
     "BernoulliProbability",

@@ -1,5 +1,8 @@
 """`kronfac.observe`: say what a tensor predicts, for losses that K-FAC does not know."""
 
+import weakref
+from typing import Any, Protocol
+
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
@@ -8,6 +11,17 @@ from kronfac.objective.base import Likelihood
 from kronfac.objective.gauss_newton import GaussNewton
 from kronfac.objective.losses import READERS
 from kronfac.objective.terms import Terms
+
+
+class Listener(Protocol):
+    """What is told of declarations that no record of a closure sees."""
+
+    def hear(self, z: Tensor, likelihood: Likelihood, **options: Any) -> None:
+        """Get what `observe` was called with."""
+
+
+LISTENERS: "weakref.WeakSet[Listener]" = weakref.WeakSet()
+"""All that are told."""
 
 
 def observe(
@@ -40,6 +54,8 @@ def observe(
             observe, (z,), z, likelihood, targets=targets, weight=weight, scale=scale
         )
         return result
+    for listener in tuple(LISTENERS):
+        listener.hear(z, likelihood, targets=targets, weight=weight, scale=scale)
     return z
 
 

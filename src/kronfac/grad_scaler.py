@@ -1,0 +1,43 @@
+"""What `torch.amp.GradScaler` tells an optimizer that unscales gradients itself.
+
+It sets `found_inf` and `grad_scale` for the time of a step; `grad_scale` is None if `unscale_` was called
+before.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How the gradients were scaled."""
+
+    active: bool = False
+    """Whether a GradScaler takes the step."""
+    overflow: bool = False
+    """Whether it has found gradients that are not finite."""
+    scale: float | None = None
+    """What the gradients are still multiplied by; None if they no longer are."""
+
+    @property
+    def unscaled(self) -> bool:
+        """Whether gradients were scaled and no longer are."""
+        return self.active and self.scale is None
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> "Scaling":
+        """What a GradScaler has set on an optimizer."""
+        found: Tensor | None = getattr(optimizer, "found_inf", None)
+        if found is None:
+            return cls()
+        scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+        return cls(True, float(found) > 0, None if scale is None else float(scale))
+
+    def unscale(self, parameters: list[nn.Parameter]) -> None:
+        """Divide the gradients by the scale, in place."""
+        if self.scale is not None:
+            for p in parameters:
+                if p.grad is not None:
+                    p.grad.div_(self.scale)

@@ -1,0 +1,84 @@
+"""What a training loop without a closure computed at θ: its record, and the gradients in the parameters.
+
+optimizer.zero_grad()
+loss = loss_fn(model(x), y)
+loss.backward()
+optimizer.step()
+"""
+
+import torch
+
+from kronfac.curvature import ApproximateInverse
+from kronfac.errors import LoopError
+from kronfac.evaluation import Evaluation, in_full_precision, look_at, refuse_changes
+from kronfac.grad_scaler import Scaling
+from kronfac.groups import PerParameter
+from kronfac.network import Network, StandingRecorder
+
+
+def evaluate_loop(
+    recorder: StandingRecorder,
+    network: Network,
+    *,
+    weight_decay: PerParameter,
+    inverse: ApproximateInverse,
+    scaling: Scaling,
+) -> Evaluation | None:
+    """What the loop has computed since the last step; None if there is nothing to take a step from.
+
+    Args:
+        recorder: what the loop called.
+        network: what is trained.
+        weight_decay: η.
+        inverse: how the curvature is inverted.
+        scaling: what a GradScaler has multiplied loss and gradients by.
+
+    Raises:
+        LoopError: a forward or a backward pass is missing.
+        UnsupportedModelError: the model has been changed.
+    """
+    refuse_changes(network)
+    batch = recorder.batch()
+    if batch is None:
+        _explain(recorder, network)
+        return None
+    if scaling.overflow:
+        return None  # GradScaler.update makes the scale smaller
+    if scaling.scale is not None:
+        scaling.unscale(network.parameters)
+        batch = batch.scaled(1 / scaling.scale)
+    network, batch = look_at(network, batch, inverse)
+    seen = batch.seen_loss
+    loss = torch.zeros((), device=network.device) if seen is None else seen
+    evaluation = Evaluation(network, None, loss, loss, weight_decay, batch, None, {})
+    return in_full_precision(evaluation) if batch.mixed else evaluation
+
+
+def _explain(recorder: StandingRecorder, network: Network) -> None:
+    """Say what is missing; nothing is if all gradients are zero, as checkpointing tools set them.
+
+    Raises:
+        LoopError: there is no forward pass, or no backward pass.
+    """
+    grads = [p.grad for p in network.parameters]
+    model = type(recorder.model).__name__
+    if all(grad is None for grad in grads):
+        if recorder.forwards:
+            raise LoopError(
+                f"KFAC.step() needs gradients, but no backward pass has come to the outputs of the model "
+                f"({model}) since it was called. Call loss.backward() before step()."
+            )
+        without = recorder.forwards_without_gradients
+        seen = f"; it was called {without} times without gradients" if without else ""
+        raise LoopError(
+            f"KFAC.step() needs a forward and a backward pass since the last step, but the model "
+            f"({model}) has not been called{seen}. Call the model that KFAC was given, outside of "
+            "torch.no_grad() and torch.inference_mode(), then loss.backward(), then step()."
+        )
+    if all(grad is None or not bool(grad.any()) for grad in grads):
+        return
+    raise LoopError(
+        f"KFAC.step() found gradients, but has not seen the call of the model ({model}) that they are "
+        "of. Call the model that KFAC was given itself (if it is compiled, give KFAC the compiled one), "
+        "and step() after each backward(); for parts of a model, use a closure: step(closure)."
+    )

@@ -1,0 +1,78 @@
+"""Which gradients a backward pass has left, and what became of them since.
+
+A hook calls `BackwardWatch.begin` in the middle of a backward pass. When that ends, torch calls back:
+gradients that it has written to are known by their versions from then on.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class BackwardWatch:
+    """Versions of gradients at the end of the last backward pass, and at the last step."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], ended: Callable[[bool], None]) -> None:
+        self._parameters = parameters
+        self._ended = ended
+        """Called at the end, with whether gradients were written: `autograd.grad` writes none."""
+        self._before: list[tuple[Tensor | None, int]] | None = None
+        self._left: Any = WeakTensorKeyDictionary()
+        self._stepped: Any = WeakTensorKeyDictionary()
+        self.passes = 0
+        """Backward passes since the last step."""
+        self.added_to_old = False
+        """Whether the first of them has added to gradients that the last step went by."""
+
+    def begin(self) -> bool:
+        """Whether a new backward pass has begun, and there were no gradients before it."""
+        if self._before is not None:
+            return False
+        self._before = self._gradients()
+        Variable._execution_engine.queue_callback(self._end)
+        return all(gradient is None for gradient, _ in self._before)
+
+    def give_up(self) -> None:
+        """Forget a backward pass that has failed."""
+        self._before = None
+
+    def _end(self) -> None:
+        before, self._before = self._before, None
+        if before is None:
+            return
+        now = self._gradients()
+        written = any(
+            g is not old or v != version for (g, v), (old, version) in zip(now, before, strict=True)
+        )
+        if written:
+            old = (self._stepped.get(g) == version for g, version in before if g is not None)
+            self.added_to_old = self.added_to_old or (not self.passes and any(old))
+            self.passes += 1
+            self._left = _versions(now)
+        self._ended(written)
+
+    def step(self) -> None:
+        """A step goes by the gradients as they are."""
+        self._stepped = _versions(self._gradients())
+        self.passes, self.added_to_old = 0, False
+
+    def changed(self) -> bool:
+        """Whether gradients have been written to, or replaced, since the last backward pass."""
+        return self.passes > 0 and any(
+            g is not None and self._left.get(g) != version for g, version in self._gradients()
+        )
+
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        grads = [p.grad for p in self._parameters]
+        return [(g, 0 if g is None else g._version) for g in grads]
+
+
+def _versions(gradients: Sequence[tuple[Tensor | None, int]]) -> Any:
+    versions = WeakTensorKeyDictionary()
+    for gradient, version in gradients:
+        if gradient is not None:
+            versions[gradient] = version
+    return versions

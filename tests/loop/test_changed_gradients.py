@@ -1,0 +1,131 @@
+"""Gradients that a loop changes between backward() and step(): clipped, scaled, or not zeroed."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kronfac import KFAC, FixedDamping, FixedGamma, QuadraticModel
+from tests.loop.loops import PROBLEMS, same_parameters, step_without_closure
+
+PROBLEM = PROBLEMS["perceptron"]
+
+
+def trained(
+    change: Callable[[nn.Module], object], closure: bool, count: int = 5, factor: float = 1.0
+) -> nn.Module:
+    """A model after a few steps with changed gradients."""
+    model = PROBLEM.model().double()
+    optimizer = KFAC(model, PROBLEM.loss_fn)
+    for x, y in PROBLEM.batches(count):
+
+        def passes(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = factor * PROBLEM.loss(model, x.double(), y)
+            loss.backward()
+            change(model)
+            return loss
+
+        if closure:
+            optimizer.step(passes)
+        else:
+            passes()
+            optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("closure", [True, False], ids=["closure", "loop"])
+def test_a_clipped_gradient_is_no_scale_to_warn_of(closure: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.05), closure)
+
+
+def test_the_clipped_gradient_is_what_is_preconditioned() -> None:
+    """With λ and γ fixed the step is the clipped share of the one that is not clipped."""
+    steps = []
+    ((x, y),) = PROBLEM.batches(1)
+    for most in (1e9, 0.01):
+        model = PROBLEM.model().double()
+        optimizer = KFAC(
+            model,
+            PROBLEM.loss_fn,
+            damping=FixedDamping(0.1),
+            gamma=FixedGamma(0.3),
+            step_size=QuadraticModel(momentum=False),
+            acceptance=None,
+        )
+        # Two comparisons that differ have told that gradients are clipped.
+        optimizer._check._scales = [0.3, 0.7]
+        optimizer.zero_grad()
+        PROBLEM.loss(model, x.double(), y).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        size = float(nn.utils.clip_grad_norm_(model.parameters(), most))
+        optimizer.step()
+        moved = zip(model.parameters(), before, strict=True)
+        steps.append([(p.detach() - old) / min(1.0, most / (size + 1e-6)) for p, old in moved])
+    for a, b in zip(*steps, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_a_constant_factor_belongs_to_the_loss() -> None:
+    def halve(model: nn.Module) -> None:
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.mul_(0.5)
+
+    with pytest.warns(UserWarning, match=r"The loop's gradient is 0\.5 times .* in every step"):
+        halved = trained(halve, closure=False)
+    expected = trained(lambda model: None, closure=False, factor=0.5)
+    assert same_parameters(halved, expected)
+
+
+def test_gradients_that_are_never_zeroed_are_told_of_once() -> None:
+    model = PROBLEM.model()
+    optimizer = KFAC(model, PROBLEM.loss_fn)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in PROBLEM.batches(4):
+            PROBLEM.loss(model, x, y).backward()
+            optimizer.step()
+    (warning,) = caught
+    assert "has added to the gradients that the last KFAC.step() went by" in str(warning.message)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zeroing_after_the_step_or_through_the_model_is_no_mistake(to_none: bool) -> None:
+    model = PROBLEM.model()
+    optimizer = KFAC(model, PROBLEM.loss_fn)
+    for k, (x, y) in enumerate(PROBLEM.batches(4)):
+        PROBLEM.loss(model, x, y).backward()
+        optimizer.step()
+        (model if k % 2 else optimizer).zero_grad(set_to_none=to_none)
+        assert optimizer.report is not None
+        assert optimizer.report.examples == len(x)
+
+
+def test_a_penalty_that_is_added_to_the_loss_is_told_of() -> None:
+    model = PROBLEM.model()
+    optimizer = KFAC(model, PROBLEM.loss_fn)
+    ((x, y),) = PROBLEM.batches(1)
+
+    def penalised() -> Tensor:
+        squares = sum(p.square().sum() for p in model.parameters())
+        return PROBLEM.loss(model, x, y) + 0.1 * squares
+
+    with pytest.warns(UserWarning, match="a penalty or another loss is in it"):
+        step_without_closure(optimizer, penalised)
+
+
+def test_a_gradient_of_the_inputs_alone_is_no_part_of_the_step() -> None:
+    """As adversarial examples are made."""
+    one, other = PROBLEM.model(), PROBLEM.model()
+    optimizers = [KFAC(model, PROBLEM.loss_fn) for model in (one, other)]
+    for x, y in PROBLEM.batches(3):
+        step_without_closure(optimizers[0], lambda x=x, y=y: PROBLEM.loss(one, x, y))
+        moved = x.clone().requires_grad_()
+        torch.autograd.grad(PROBLEM.loss(other, moved, y), moved)
+        step_without_closure(optimizers[1], lambda x=x, y=y: PROBLEM.loss(other, x, y))
+    assert same_parameters(one, other)

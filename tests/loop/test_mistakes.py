@@ -1,0 +1,103 @@
+"""Mistakes in a loop without a closure get a message that says what is missing."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from kronfac import KFAC
+from kronfac.errors import ClosureError, LoopError, TargetError
+from tests.loop.loops import PROBLEMS, step_without_closure
+
+PROBLEM = PROBLEMS["perceptron"]
+
+
+def test_no_forward_pass() -> None:
+    optimizer = KFAC(PROBLEM.model(), PROBLEM.loss_fn)
+    with pytest.raises(LoopError, match="needs a forward and a backward pass since the last step"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_forward_pass_without_gradients(context: type) -> None:
+    model = PROBLEM.model()
+    optimizer = KFAC(model, PROBLEM.loss_fn)
+    with context():
+        model(PROBLEM.inputs())
+    with pytest.raises(LoopError, match="it was called 1 times without gradients"):
+        optimizer.step()
+
+
+def test_no_backward_pass() -> None:
+    model = PROBLEM.model()
+    optimizer = KFAC(model, PROBLEM.loss_fn)
+    ((x, y),) = PROBLEM.batches(1)
+    PROBLEM.loss(model, x, y)
+    with pytest.raises(LoopError, match=r"Call loss\.backward\(\) before step\(\)"):
+        optimizer.step()
+
+
+def test_a_second_step_by_the_same_gradients() -> None:
+    model = PROBLEM.model()
+    optimizer = KFAC(model, PROBLEM.loss_fn)
+    ((x, y),) = PROBLEM.batches(1)
+    step_without_closure(optimizer, lambda: PROBLEM.loss(model, x, y))
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ClosureError, match="has not seen the call of the model"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_another_model() -> None:
+    model = PROBLEM.model()
+    optimizer = KFAC(model, PROBLEM.loss_fn)
+    other = copy.deepcopy(model)
+    ((x, y),) = PROBLEM.batches(1)
+    PROBLEM.loss(other, x, y).backward()
+    with pytest.raises(LoopError, match=r"the model \(Sequential\) has not been called"):
+        optimizer.step()
+
+
+def test_inputs_that_were_changed_before_the_step() -> None:
+    model = PROBLEM.model()
+    optimizer = KFAC(model, PROBLEM.loss_fn)
+    ((x, y),) = PROBLEM.batches(1)
+    PROBLEM.loss(model, x, y).backward()
+    x.zero_()
+    with pytest.raises(LoopError, match="were changed in place"):
+        optimizer.step()
+
+
+def test_targets_of_another_shape() -> None:
+    model = nn.Linear(5, 1)
+    loss_fn = nn.MSELoss()
+    optimizer = KFAC(model, loss_fn)
+    with (
+        pytest.warns(UserWarning, match="target size"),  # torch's own
+        pytest.raises(TargetError, match=r"targets of the outputs' shape \(8, 1\); got \(8,\)"),
+    ):
+        loss_fn(model(torch.randn(8, 5)), torch.randn(8))
+    assert not torch.overrides._get_current_function_mode_stack()
+    step_without_closure(optimizer, lambda: loss_fn(model(torch.randn(8, 5)), torch.randn(8, 1)))
+
+
+def test_zero_gradients_that_nobody_computed_initialise_and_change_nothing() -> None:
+    """As torch's distributed checkpoints make an optimizer fill its state."""
+    model = PROBLEM.model()
+    optimizer = KFAC(model, PROBLEM.loss_fn)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_an_exception_in_the_model_leaves_no_mode() -> None:
+    model = PROBLEM.model()
+    optimizer = KFAC(model, PROBLEM.loss_fn)
+    ((x, y),) = PROBLEM.batches(1)
+    with pytest.raises(RuntimeError):
+        model(x[:, :3])
+    assert not torch.overrides._get_current_function_mode_stack()
+    step_without_closure(optimizer, lambda: PROBLEM.loss(model, x, y))
