@@ -76,6 +76,7 @@ class CopyingOptimizer(SteppingOptimizer):
             state = saving.initial_state(self.settings, eta, network.device)
             state = replace(state, step=replace(state.step, momentum=momentum))
         self.network = network
+        self.state.clear()
         self._become(state)
         for group, values in zip(self.param_groups, options, strict=True):
             if "param_groups" in state_dict:  # or it is of a time when groups had no options but η

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
 
 from kronfac import KFAC, KronfacError
 from tests.conftest import mlp, normal
@@ -227,22 +226,3 @@ def test_a_state_without_damage_is_accepted(steps, inverse):
     optimizer = trained(steps=3, inverse=inverse)
     optimizer.load_state_dict(state)
     assert same(optimizer.state_dict(), state)
-
-
-# ---------------------------------------------------------------------------------- learning-rate schedules
-
-SCHEDULERS: dict[str, Callable[[KFAC], Any]] = {
-    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 10),
-    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
-    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
-    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
-    "ReduceLROnPlateau": lr_scheduler.ReduceLROnPlateau,
-}
-
-
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_learning_rate_schedule_is_refused_with_a_reason(scheduler):
-    optimizer = trained(steps=1)
-    with pytest.raises((KronfacError, TypeError, ValueError, KeyError), match="learning rate"):
-        SCHEDULERS[scheduler](optimizer)
-    advance(optimizer, range(1, 3))  # as if it had not been tried
