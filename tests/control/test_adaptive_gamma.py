@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kronfac.control import AdaptiveGamma, AdaptiveGammaState, Measurement
 
 RULE = AdaptiveGamma()
+SINGLE, DOUBLE = 2.0**-23, 2.0**-52
 
 
 def candidates(
@@ -96,6 +97,7 @@ def test_candidates_are_positive_different_and_above_the_floor(
     gamma, lambda_, eta, move, elapsed, drifted, curvature
 ):
     m = {"inverse_age": elapsed, "drifted": drifted, "mean_curvature": curvature}
+    m["precision"] = SINGLE
     tried = candidates(RULE, 7, gamma, lambda_, eta, move or 1.0, **m)
     assert tried[0] == gamma
     assert len(set(tried)) == len(tried)
@@ -149,7 +151,7 @@ def test_the_floor_has_the_units_of_the_curvature_and_does_not_vanish_with_it(
     confirmed, share, scale
 ):
     state = RULE.init(Measurement(lambda_=1e-12 * scale))
-    m = Measurement(lambda_=1e-12 * scale, mean_curvature=4 * scale)
+    m = Measurement(lambda_=1e-12 * scale, mean_curvature=4 * scale, precision=SINGLE)
     (first,) = RULE.candidates(state, m)
     assert first == pytest.approx(1e-3 * math.sqrt(4 * scale))
     state = RULE.update(state, replace(m, gamma=first, candidates=(first,)))
@@ -161,10 +163,26 @@ def test_the_floor_has_the_units_of_the_curvature_and_does_not_vanish_with_it(
             sampling_error=1e-12 * later * scale,
             confirmed=confirmed,
             inverse_age=20,
+            precision=SINGLE,
         )
         *_, other = RULE.candidates(replace(state, gamma=1e-6 * math.sqrt(scale)), m)
         assert other == pytest.approx(share * math.sqrt(expected * scale))
         state = RULE.update(state, replace(m, gamma=first, candidates=(first,)))
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"), [(DOUBLE, 1e-3 * 2.0**-14.5), (SINGLE, 1e-3), (2.0**-10, 1e-3)]
+)
+def test_the_floor_of_the_search_is_lower_with_more_digits(precision, expected):
+    m = {"mean_curvature": 4.0, "inverse_age": 20, "precision": precision}
+    _, other = candidates(RULE, 30, 1e-20, 1e-30, move=1.0, **m)
+    assert other == pytest.approx(expected * 2.0)
+
+
+def test_the_floor_by_the_sampling_error_is_the_same_in_all_precisions():
+    m = {"mean_curvature": 4.0, "inverse_age": 20, "confirmed": 0.0, "sampling_error": 1e-20}
+    for precision in (SINGLE, DOUBLE):
+        assert candidates(RULE, 30, 1.0, precision=precision, **m) == (pytest.approx(2e-2),)
 
 
 def test_the_floor_can_be_chosen():

@@ -127,6 +127,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "ordinary_command",
                 "K-FAC as it comes beside tuned AdamW, in equal seconds on ten small problems",
             ),
+            "physics": Command(
+                "bench.physics",
+                "PhysicsConfig",
+                "physics_command",
+                "differential equations by K-FAC, Adam, SOAP and L-BFGS, in equal seconds",
+            ),
             "refresh": Command(
                 "bench.refresh",
                 "RefreshConfig",

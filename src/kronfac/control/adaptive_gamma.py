@@ -14,7 +14,9 @@ LONGEST_AGE = 1000
 """Iterations since the last refresh that count for how far γ moves: higher powers overflow."""
 LEAST_TRIED = 1e-3
 """Smallest γ that is tried, in units of √curvature: it keeps the damped factors of ordinary networks within
-reach of a float32 Cholesky decomposition."""
+reach of a float32 Cholesky decomposition. With more digits it is smaller, by the root of what ε is."""
+SINGLE = 2.0**-23
+"""ε of float32."""
 LEAST_SURE = 1e-2
 """Smallest γ by the sampling error, in the same units: a network that fits all its examples has next to no
 curvature left, and steps from mini-batches there throw out single examples that are not among them."""
@@ -59,7 +61,7 @@ class AdaptiveGamma(GammaRule[AdaptiveGammaState]):
         drift: the change of λ, a factor.
         trusted: the share of M's predictions.
         minimum: the smallest γ that is tried; None for √η or, if that is larger, 1e-3 of the root of the
-            mean curvature (by the sampling error, 1e-2 of it), now or at the first refresh.
+            mean curvature (4e-8 in float64; by the sampling error, 1e-2), now or at the first refresh.
     """
 
     strength: float | None = 2.5
@@ -88,7 +90,8 @@ class AdaptiveGamma(GammaRule[AdaptiveGammaState]):
         return AdaptiveGammaState(max(tied_gamma(m), self.minimum or 0.0))
 
     def candidates(self, state: AdaptiveGammaState, m: Measurement) -> tuple[float, ...]:
-        gamma, floor = state.gamma, self._floor(state, m, LEAST_TRIED)
+        digits = min(math.sqrt(m.precision / SINGLE), 1.0)
+        gamma, floor = state.gamma, self._floor(state, m, LEAST_TRIED * digits)
         if m.iteration == 1:
             return (max(gamma, floor),)
         if (
