@@ -5,7 +5,6 @@ parameters whose uses are not all seen get a diagonal block. Whatever is found i
 """
 
 import math
-import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from torch import nn
 from kronfac.evaluation import Evaluation, in_full_precision
 from kronfac.gradient_comparison import MIXED_TOLERANCE, Verdict, compare, losses_agree
 from kronfac.groups import PerParameter
+from kronfac.warn import warn
 
 INTERVAL = 100
 """Iterations from one comparison to the next; the first mini-batch is always compared."""
@@ -35,7 +35,7 @@ class GradientCheck:
         self._scale = 1.0
         self._scales: list[float] = []
         """What was found of fresh gradients, the last two."""
-        self._in_loop = False
+        self._where = "closure"
         self._compared = False
         self._zeroes_in_place = False
 
@@ -46,7 +46,8 @@ class GradientCheck:
 
         A gradient that a GradScaler has `unscaled` is compared with that of the scaled loss in every step.
         """
-        batch, self._in_loop = evaluation.batch, evaluation.reevaluate is None
+        batch = evaluation.batch
+        self._where = "loop" if evaluation.reevaluate is None else "closure"
         if any(call.trace for part in batch.passes for call in part.calls):
             return evaluation  # the gradient is K-FAC's own, of all that the network consists of
         self._check_parameters(evaluation)
@@ -104,9 +105,9 @@ class GradientCheck:
         finding = others if verdict.others else f"is {verdict.scale:.4g} times"
         self._warn(
             "zero_grad",
-            f"The closure's gradient {finding} that of the losses it called, and there was one before it: "
-            "unless the closure zeroed that, the step goes by both. Call optimizer.zero_grad() at its "
-            "start.",
+            f"The {self._where}'s gradient {finding} that of the losses it called, and there was one "
+            f"before it: unless the {self._where} zeroed that, the step goes by both. Call "
+            "optimizer.zero_grad() at its start.",
         )
 
     def _mend(self, evaluation: Evaluation, verdict: Verdict) -> Evaluation:
@@ -116,8 +117,8 @@ class GradientCheck:
             self._warn(
                 "others",
                 f"The gradient of {_list(verdict.others)} is not that of the losses that KFAC sees the "
-                "closure call: a penalty or another loss is in it. The curvature is that of the losses "
-                "seen. Declare the rest with kronfac.observe; weight decay is KFAC(weight_decay=…).",
+                f"{self._where} call: a penalty or another loss is in it. The curvature is that of the "
+                "losses seen. Declare the rest with kronfac.observe; weight decay is KFAC(weight_decay=…).",
             )
             return evaluation
         if verdict.unseen:
@@ -125,8 +126,8 @@ class GradientCheck:
             self._warn(
                 f"uses {names}",
                 f"KFAC does not see all uses of {names}: the gradient rebuilt from those it sees is not "
-                "the closure's. It gets a diagonal curvature block. Call the module instead of using its "
-                "weight, or tell kronfac.register how the parameters are used.",
+                f"the {self._where}'s. It gets a diagonal curvature block. Call the module instead of "
+                "using its weight, or tell kronfac.register how the parameters are used.",
             )
             units = [n for n, u in enumerate(network.units) if set(u.names) & set(verdict.unseen)]
             evaluation = replace(evaluation, network=network.demoted(units))
@@ -151,9 +152,9 @@ class GradientCheck:
             if len(self._scales) > 1:
                 self._warn(
                     "scale",
-                    f"The closure's gradient is {scale:.4g} times that of the losses it called, in every "
-                    "step; KFAC takes the gradient for right. Scale the loss before backward(), not the "
-                    "gradient after it.",
+                    f"The {self._where}'s gradient is {scale:.4g} times that of the losses it called, in "
+                    "every step; KFAC takes the gradient for right. Scale the loss before backward(), not "
+                    "the gradient after it.",
                 )
             self._scale = scale
             evaluation = _scaled(evaluation, scale)
@@ -191,17 +192,15 @@ class GradientCheck:
         if idle and len(idle) < len(units):
             self._warn(
                 "gradients",
-                f"The closure left no gradient in {_list(idle)}, which counts as one of zero: layers that "
-                "are left out of some mini-batches are no mistake. What the loss never depends on is "
+                f"The {self._where} left no gradient in {_list(idle)}, which counts as one of zero: layers "
+                "that are left out of some mini-batches are no mistake. What the loss never depends on is "
                 "better frozen, with requires_grad_(False) before KFAC is made.",
             )
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._given:
             self._given.add(kind)
-            if self._in_loop:
-                message = message.replace("closure", "loop")
-            warnings.warn(message, UserWarning, stacklevel=2)
+            warn(message)
 
 
 def _list(names: Sequence[str]) -> str:

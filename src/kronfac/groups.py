@@ -1,13 +1,14 @@
 """What parameter groups give to their parameters: the learning rate, and η, the weight decay."""
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
+
+from kronfac.warn import warn
 
 LIKELY_ADAMS = 0.1
 """Learning rate below which it is likely another optimizer's: K-FAC's steps have their length already."""
@@ -132,7 +133,7 @@ class RateWarning:
     def __init__(self) -> None:
         self.given = False
 
-    def __call__(self, groups: Groups, stacklevel: int = 3) -> None:
+    def __call__(self, groups: Groups) -> None:
         """Look at the groups; a schedule that only starts or ends below is no mistake."""
         if self.given:
             return
@@ -140,11 +141,9 @@ class RateWarning:
             peak = max(float(group[key]) for key in PEAKS if group.get(key) is not None)
             if 0 < peak < LIKELY_ADAMS:
                 self.given = True
-                warnings.warn(
+                warn(
                     f"KFAC has lr={peak:.4g} in the parameter group {number}, which is likely another "
                     "optimizer's. KFAC finds the length of its steps itself, and lr multiplies them: leave "
                     "it at 1, or let a schedule start at 1.",
-                    UserWarning,
-                    stacklevel=stacklevel,
                 )
                 return

@@ -1,7 +1,6 @@
 """Any network: uses and Jᵀ r from torch's graph, J v by one of two engines."""
 
 import math
-import warnings
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -12,6 +11,7 @@ from kronfac.curvature import SummedGradient, Taps
 from kronfac.linearization import finite_difference, forward_mode
 from kronfac.linearization.base import Linearization
 from kronfac.network import Matrices, Network, Pass, Uses, dot, record_uses
+from kronfac.warn import warn
 
 TOLERANCE = 0.01
 """How far rᵀJv and (Jᵀr)ᵀv may be apart: finite differences are off by some 1e-3 in float32."""
@@ -97,7 +97,7 @@ class Traced(Linearization):
             learned.forward_mode = False
             found = self._jvp(directions)
             if not self._consistent(directions[0], found):
-                warnings.warn(WRONG_TANGENTS, UserWarning, stacklevel=2)
+                warn(WRONG_TANGENTS)
         return found
 
     def _jvp(self, directions: Sequence[Matrices]) -> list[Tensor]:

@@ -5,7 +5,6 @@ is used in another way gets a diagonal block, from its gradient alone. So does o
 another way than its adapter says, unless it is small.
 """
 
-import warnings
 from dataclasses import replace
 
 import torch
@@ -27,6 +26,7 @@ from kronfac.network.functions import SeeFunctions, record_uses
 from kronfac.network.network import Network
 from kronfac.network.program import Pass
 from kronfac.network.unit import Unit
+from kronfac.warn import warn
 
 
 def discover(network: Network, part: Pass) -> Network:
@@ -51,12 +51,10 @@ def discover(network: Network, part: Pass) -> Network:
     for old, new in zip(network.units, units, strict=True):
         if old.chosen and old.observed and not new.observed:
             names = ", ".join(map(repr, new.names))
-            warnings.warn(
+            warn(
                 f"KFAC does not see all uses of {names} as products with it: {new.why}. It gets a diagonal "
                 "curvature block. Call the module instead of using its weight, or tell kronfac.register "
                 "how the parameters are used.",
-                UserWarning,
-                stacklevel=2,
             )
     return replace(network, units=units, discovered=True)
 

@@ -5,7 +5,6 @@ the negative log-likelihood of an exponential family in its natural parameters t
 """
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from kronfac.errors import TargetError, UnsupportedLossError
 from kronfac.objective.base import Likelihood, unit_columns
 from kronfac.objective.elementwise import refuse_draw, signs
+from kronfac.warn import warn
 
 TOLERANCE = 64
 """Relative difference, in ε of the dtype, below which two sums of the same numbers are the same."""
@@ -150,12 +150,10 @@ class GaussNewton(Likelihood):
         if not bool(
             self.arranged(outputs.shape[1:]).given(targets)._root(outputs.flatten(1)).any()
         ):
-            warnings.warn(
+            warn(
                 "The Hessian of the loss that GaussNewton was given is 0 at all outputs of the first "
                 "mini-batch, as it is if the loss is linear in them: KFAC is left with its damping. Take "
                 "the loss of logits instead of log-probabilities, or a loss with curvature, as HuberLoss.",
-                UserWarning,
-                stacklevel=2,
             )
 
     def _root(self, outputs: Tensor) -> Tensor:

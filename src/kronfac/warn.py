@@ -1,0 +1,19 @@
+"""Warnings that point at the user's own line, however deep in the library they are given."""
+
+import sys
+import warnings
+
+OWN = ("kronfac", "torch")
+"""Packages whose frames lie between the user's line and the warning."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of the innermost line that is not of the library or of torch, which calls it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _package(frame.f_globals) in OWN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _package(names: dict[str, object]) -> str:
+    return str(names.get("__name__", "")).partition(".")[0]
