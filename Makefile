@@ -12,12 +12,21 @@ DEV   := $(VENV)/.kronfac-dev
 PINS  := $(VENV)/.kronfac-constraints.txt
 # Modules are compiled when they are first imported: most of what is installed never is.
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS)
-TORCH := $(shell grep '^torch==' constraints.txt)
+# Another torch goes without the other pins: `make fast-tests TORCH=torch==2.7.0`, or TORCH=torch for the newest.
+PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
+TORCH ?= $(PINNED_TORCH)
 
 # One thread for each of the two test workers.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+PYTEST_ARGS ?=
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(PYTEST_ARGS)
 
-.PHONY: help setup demo checks browser test nightly docs figures format clean
+# What `make dist` makes besides the distributions.
+RELEASE := build/release
+TOOLS   := $(RELEASE)/tools/bin/python
+INSTALLED := $(RELEASE)/installed/bin/python
+RELEASE_PIP := $(TOOLS) -m pip --disable-pip-version-check
+
+.PHONY: help setup demo checks browser test fast-tests nightly docs figures format dist release-check clean
 
 help:
 	@echo "make demo      train a deep autoencoder with K-FAC and two others, two minutes"
@@ -25,6 +34,7 @@ help:
 	@echo "make nightly   all checks and all tests, the slow ones too"
 	@echo "make docs      build the documentation site, site/index.html"
 	@echo "make figures   draw the pictures of the documentation anew"
+	@echo "make dist      build wheel and sdist, and try the wheel out in an empty environment"
 	@echo "make format    format the code and apply safe lint fixes"
 	@echo "make setup     only make the environment in $(VENV)"
 	@echo "make clean     remove caches and builds, keep $(VENV)"
@@ -37,10 +47,12 @@ setup: $(DEV)
 $(EXPERIMENTS): pyproject.toml experiments/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "kronfac needs Python 3.10 or later; set PYTHON=...")'
 	@test -x $(BIN)/python || { echo "==> creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
+	@if test "$(TORCH)" = "$(PINNED_TORCH)" && $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
 	then cp constraints.txt $(PINS); else echo "$(TORCH)" > $(PINS); fi
 	@echo "==> installing $(TORCH)"
 	@$(PIP) -c $(PINS) "$(TORCH)"
+	@test "$(TORCH)" = "$(PINNED_TORCH)" || \
+	    $(BIN)/python -m pip freeze --disable-pip-version-check | grep '^torch==' > $(PINS)
 	@echo "==> installing kronfac and its experiments"
 	@$(PIP) -c $(PINS) -e . -e ./experiments
 	@touch $(EXPERIMENTS)
@@ -72,6 +84,10 @@ test: checks browser
 	@echo "==> pytest, fast tests"
 	@$(PYTEST) -m "not slow"
 
+# Without the checks: mypy's findings depend on the version of torch.
+fast-tests: $(DEV)
+	@$(PYTEST) -m "not slow"
+
 nightly: checks browser
 	@echo "==> pytest, all tests"
 	@$(PYTEST)
@@ -88,6 +104,30 @@ figures: $(DEV)
 format: $(DEV)
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+# The wheel is built from the sdist, so that both are known to be whole. The environment that it is tried
+# out in has no pip, so that the bill of materials lists what kronfac needs and nothing else.
+dist:
+	@rm -rf dist $(RELEASE)
+	@$(PYTHON) -m venv $(RELEASE)/tools
+	@$(PYTHON) -m venv --without-pip $(RELEASE)/installed
+	@echo "==> installing what builds and checks"
+	@$(RELEASE_PIP) install --quiet --upgrade $(PIP_ARGS) pip
+	@$(RELEASE_PIP) install --quiet $(PIP_ARGS) -r release-tools.txt
+	@echo "==> building"
+	@$(TOOLS) -m build --outdir dist > $(RELEASE)/build.log || { cat $(RELEASE)/build.log; exit 1; }
+	@$(TOOLS) -m twine check --strict dist/*
+	@echo "==> installing the wheel with $(TORCH)"
+	@$(RELEASE_PIP) --python $(INSTALLED) install --quiet $(PIP_ARGS) "$(TORCH)" dist/*.whl
+	@$(INSTALLED) -I tests/release/smoke.py
+	@echo "==> bill of materials"
+	@$(TOOLS) -m cyclonedx_py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
+	    --output-format JSON --output-file $(RELEASE)/kronfac.cdx.json $(INSTALLED)
+	@ls dist/* $(RELEASE)/kronfac.cdx.json
+
+# Version, changelog and public names, against the last release: make release-check TAG=v0.2.0
+release-check:
+	@$(PYTHON) -m tests.release.check $(TAG)
 
 clean:
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist site

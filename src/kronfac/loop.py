@@ -8,9 +8,10 @@ optimizer.step()
 
 import torch
 
+from kronfac.closure_call import look_at, refuse_changes
 from kronfac.curvature import ApproximateInverse
 from kronfac.errors import LoopError
-from kronfac.evaluation import Evaluation, in_full_precision, look_at, refuse_changes
+from kronfac.evaluation import Evaluation, in_full_precision
 from kronfac.grad_scaler import Scaling
 from kronfac.groups import PerParameter
 from kronfac.network import Network, StandingRecorder

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kronfac.evaluation import Evaluation, Point, RefusedError, evaluate
+from kronfac.closure_call import evaluate
+from kronfac.evaluation import Evaluation, Point, RefusedError
 from kronfac.grad_scaler import Scaling
 from kronfac.gradient_check import GradientCheck
 from kronfac.groups import PerParameter

@@ -14,6 +14,7 @@ With Aᵢ₊₁ = L Lᵀ the subtracted term is R Rᵀ for R = A_nextᵢ L⁻ᵀ
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
@@ -176,10 +177,9 @@ class _Prepared:
         """The units of one chain: as a whole, or divided at those that have no inverse."""
         blocks = self.curvature.blocks[start:stop]
         if len(blocks) > 1:
-            try:
+            with suppress(NonFiniteError, NotPositiveDefiniteError):
                 return [self._chain(blocks, self.curvature.links[start : stop - 1], gamma)]
-            except (NonFiniteError, NotPositiveDefiniteError):
-                pass  # which of them is it?
+        # One unit, or a chain without an inverse: each unit by itself shows which of them has none.
         alone = PreparedBlocks(blocks, self.tikhonov).damped(gamma)
         if len(blocks) == 1 or not alone.failures:  # if it is none of them, it is a link
             return alone.pieces
