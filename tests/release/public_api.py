@@ -70,19 +70,22 @@ class _Text(str):
 
 def members(path: str, kind: type) -> Iterator[tuple[str, str]]:
     """What a class, or one of kronfac's that it extends, defines publicly."""
+    listed: list[str] = []  # before the others, in an order of their own
     if issubclass(kind, Enum):
+        listed = [member.name for member in kind]
         for member in kind:
             yield f"{path}.{member.name}", f"= {member.value!r}"
-    fields = getattr(kind, "_fields", ()) if issubclass(kind, tuple) else ()
-    for field in fields:
-        yield f"{path}.{field}", "field"
+    elif issubclass(kind, tuple):
+        listed = list(getattr(kind, "_fields", ()))
+        for field in listed:
+            yield f"{path}.{field}", "field"
     owners = [owner for owner in kind.__mro__ if own(owner)]
     names = {name for o in owners for name in (*vars(o), *inspect.get_annotations(o))}
-    for name in sorted(names - set(fields)):
+    for name in sorted(names - set(listed)):
         value = inspect.getattr_static(
             kind, name, None
         )  # a field without a default is an annotation only
-        if name.startswith("_") or isinstance(value, Enum):
+        if name.startswith("_"):
             continue
         if isinstance(value, (classmethod, staticmethod)):
             yield f"{path}.{name}", signature(getattr(kind, name))
