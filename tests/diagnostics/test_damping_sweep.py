@@ -77,6 +77,7 @@ def test_improvement_is_that_of_the_step_taken(run, rule, step_size):
         state["kfac"]["gamma"] = {"class": "GammaState", "gamma": gamma}
         if not step_size.momentum:
             state["kfac"]["step"]["momentum"] = None
+            state["state"] = {}
         taken.load_state_dict(state)
         before = objective(model, x, y)
         taken.step(taken.closure(x, y))
