@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kronfac.closure import MiniBatchClosure
 from kronfac.curvature import ApproximateInverse, Curvature
-from kronfac.errors import ClosureError, UnsupportedModelError
+from kronfac.errors import ClosureError
 from kronfac.groups import PerParameter
 from kronfac.linalg import OuterProduct
 from kronfac.linearization.by_hand import outputs_at
@@ -30,6 +30,7 @@ from kronfac.network import (
     restore,
 )
 from kronfac.network.chain import chain_network
+from kronfac.network.changes import refuse_changes
 from kronfac.network.discovery import discover
 from kronfac.network.division import arrange
 from kronfac.precision import Context
@@ -284,20 +285,6 @@ def look_at(network: Network, batch: Batch, inverse: ApproximateInverse) -> tupl
         with network.buffers.preserved():
             network = chain_network(network, batch.passes[0])
     return network, batch
-
-
-def refuse_changes(network: Network) -> None:
-    """Refuse what a step can't be made with; it may have come after the units were found.
-
-    Raises:
-        UnsupportedModelError: a unit is frozen.
-    """
-    for unit in network.units:
-        if not all(p.requires_grad for p in unit.parameters):
-            raise UnsupportedModelError(
-                f"{unit.name!r} has been frozen since this KFAC was made, which trains it; make a new one "
-                "after changing the model."
-            )
 
 
 def in_full_precision(evaluation: Evaluation) -> Evaluation:

@@ -4,6 +4,7 @@ Compared now and then (`gradient_comparison.py`). A common factor is a scale: th
 parameters whose uses are not all seen get a diagonal block. Whatever is found is told once.
 """
 
+import inspect
 import math
 import warnings
 from collections.abc import Collection, Sequence
@@ -93,6 +94,15 @@ class GradientCheck:
             "optimizer.zero_grad() before each backward(), or once before several micro-batches.",
         )
 
+    def warn_of_refusal(self, reason: str) -> None:
+        """Warn of a mini-batch from which no step can be taken."""
+        self._warn(
+            "refused",
+            f"KFAC.step() has taken no step. {reason} Parameters and state stay as they were. Look for NaN "
+            "or infinity in the inputs, the targets and what the model makes of this mini-batch. This is "
+            "told once; optimizer.report.refused tells of every step.",
+        )
+
     def _as_before(self, verdict: Verdict) -> bool:
         """Whether gradients in old tensors are what fresh ones were: so these have been zeroed in place."""
         expected = {self._last.scale, self._scale}
@@ -117,7 +127,7 @@ class GradientCheck:
                 "others",
                 f"The gradient of {_list(verdict.others)} is not that of the losses that KFAC sees the "
                 "closure call: a penalty or another loss is in it. The curvature is that of the losses "
-                "seen. Declare the rest with kronfac.observe; weight decay is KFAC(weight_decay=…).",
+                f"seen. {self._remedy_of_others()} Weight decay is KFAC(weight_decay=…).",
             )
             return evaluation
         if verdict.unseen:
@@ -131,6 +141,14 @@ class GradientCheck:
             units = [n for n, u in enumerate(network.units) if set(u.names) & set(verdict.unseen)]
             evaluation = replace(evaluation, network=network.demoted(units))
         return self._consistent(evaluation, verdict.scale)
+
+    def _remedy_of_others(self) -> str:
+        if self._in_loop:  # where the loss module is seen that KFAC was given, and no other
+            return (
+                "Give step() a closure, in which every loss is seen, or declare the rest with "
+                "kronfac.observe."
+            )
+        return "Declare the rest with kronfac.observe."
 
     def _consistent(self, evaluation: Evaluation, scale: float) -> Evaluation:
         """The evaluation with a loss whose gradient is the closure's."""
@@ -200,8 +218,17 @@ class GradientCheck:
         if kind not in self._given:
             self._given.add(kind)
             if self._in_loop:
-                message = message.replace("closure", "loop")
-            warnings.warn(message, UserWarning, stacklevel=2)
+                message = message.replace("he closure", "he loop")
+            warnings.warn(message, UserWarning, stacklevel=_callers_level())
+
+
+def _callers_level() -> int:
+    """The stacklevel, for a warning in the calling function, of the user's own line."""
+    level, frame = 1, inspect.currentframe()
+    frame = frame.f_back if frame else None
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in ("kronfac", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _list(names: Sequence[str]) -> str:

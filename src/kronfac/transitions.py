@@ -161,10 +161,12 @@ class SteppingOptimizer(torch.optim.Optimizer):
     ) -> StepReport:
         """Take the step: all or nothing."""
         if isinstance(outcome, RefusedError):
+            self._check.warn_of_refusal(str(outcome))
             return self._refusal(evaluation, watch, outcome)
         with watch("commit"):
             self.network = evaluation.network
             self.network.learned.compared = True
+            self.network.learned.placement = self.network.placement
             if self._rates:  # or nothing moves, not even a zero's sign
                 self.network.move(outcome.delta)
             self._become(outcome.state)
