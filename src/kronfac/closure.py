@@ -54,7 +54,9 @@ class MiniBatchClosure:
                 f"KFAC.closure needs as many targets as inputs; got {len(y)} targets for {lengths} inputs."
             )
         if len(y) == 0:
-            raise ValueError("KFAC.closure needs at least one example.")
+            raise ValueError(
+                "KFAC.closure needs at least one example; got none. Leave out empty mini-batches."
+            )
         if chunk is not None and chunk < 1:
             raise ValueError(
                 f"KFAC.closure's chunk is a number of examples, 1 or more; got {chunk}."

@@ -11,12 +11,12 @@ from torch import nn
 
 from kronfac.closure import MiniBatchClosure
 from kronfac.curvature import ApproximateInverse
-from kronfac.errors import UnsupportedModelError
 from kronfac.evaluation import Evaluation, StaleGradients, as_loss, in_full_precision
 from kronfac.groups import PerParameter
 from kronfac.linalg import OuterProduct
 from kronfac.network import Batch, Kept, Network, RandomState, record
 from kronfac.network.chain import chain_network
+from kronfac.network.changes import refuse_changes
 from kronfac.network.discovery import discover
 from kronfac.network.division import arrange
 from kronfac.precision import Context
@@ -98,17 +98,3 @@ def look_at(network: Network, batch: Batch, inverse: ApproximateInverse) -> tupl
         with network.buffers.preserved():
             network = chain_network(network, batch.passes[0])
     return network, batch
-
-
-def refuse_changes(network: Network) -> None:
-    """Refuse what a step can't be made with; it may have come after the units were found.
-
-    Raises:
-        UnsupportedModelError: a unit is frozen.
-    """
-    for unit in network.units:
-        if not all(p.requires_grad for p in unit.parameters):
-            raise UnsupportedModelError(
-                f"{unit.name!r} has been frozen since this KFAC was made, which trains it; make a new one "
-                "after changing the model."
-            )

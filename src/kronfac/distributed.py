@@ -49,6 +49,12 @@ def refuse_distributed(model: nn.Module) -> None:
                 f"{type(module).__name__}. Give KFAC the module inside, model.module, and train it in a "
                 "single process."
             )
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            raise UnsupportedModelError(
+                f"KFAC trains a model on one device; {name or 'the model'!r} is a DataParallel over "
+                f"{len(module.device_ids)} devices, whose copies of the layers KFAC can't follow. Give "
+                "KFAC the module inside, model.module, and call that."
+            )
     sharded = _imported("torch.distributed.tensor", "DTensor")
     names = [name for name, p in model.named_parameters() if isinstance(p, sharded)]
     if names:

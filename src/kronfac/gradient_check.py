@@ -94,6 +94,15 @@ class GradientCheck:
             "optimizer.zero_grad() before each backward(), or once before several micro-batches.",
         )
 
+    def warn_of_refusal(self, reason: str) -> None:
+        """Warn of a mini-batch from which no step can be taken."""
+        self._warn(
+            "refused",
+            f"KFAC.step() has taken no step. {reason} Parameters and state stay as they were. Look for NaN "
+            "or infinity in the inputs, the targets and what the model makes of this mini-batch. This is "
+            "told once; optimizer.report.refused tells of every step.",
+        )
+
     def _as_before(self, verdict: Verdict) -> bool:
         """Whether gradients in old tensors are what fresh ones were: so these have been zeroed in place."""
         expected = {self._last.scale, self._scale}
@@ -118,7 +127,7 @@ class GradientCheck:
                 "others",
                 f"The gradient of {_list(verdict.others)} is not that of the losses that KFAC sees the "
                 f"{self._where} call: a penalty or another loss is in it. The curvature is that of the "
-                "losses seen. Declare the rest with kronfac.observe; weight decay is KFAC(weight_decay=…).",
+                f"losses seen. {self._remedy_of_others()} Weight decay is KFAC(weight_decay=…).",
             )
             return evaluation
         if verdict.unseen:
@@ -132,6 +141,14 @@ class GradientCheck:
             units = [n for n, u in enumerate(network.units) if set(u.names) & set(verdict.unseen)]
             evaluation = replace(evaluation, network=network.demoted(units))
         return self._consistent(evaluation, verdict.scale)
+
+    def _remedy_of_others(self) -> str:
+        if self._where == "loop":  # where the loss module is seen that KFAC was given, and no other
+            return (
+                "Give step() a closure, in which every loss is seen, or declare the rest with "
+                "kronfac.observe."
+            )
+        return "Declare the rest with kronfac.observe."
 
     def _consistent(self, evaluation: Evaluation, scale: float) -> Evaluation:
         """The evaluation with a loss whose gradient is the closure's."""

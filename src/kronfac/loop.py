@@ -8,13 +8,14 @@ optimizer.step()
 
 import torch
 
-from kronfac.closure_call import look_at, refuse_changes
+from kronfac.closure_call import look_at
 from kronfac.curvature import ApproximateInverse
 from kronfac.errors import LoopError
 from kronfac.evaluation import Evaluation, in_full_precision
 from kronfac.grad_scaler import Scaling
 from kronfac.groups import PerParameter
 from kronfac.network import Network, StandingRecorder
+from kronfac.network.changes import refuse_changes
 
 
 def evaluate_loop(
@@ -55,6 +56,25 @@ def evaluate_loop(
     return in_full_precision(evaluation) if batch.mixed else evaluation
 
 
+def refuse_call(closure: object) -> None:
+    """Refuse a step that is asked for in a way that no step can be taken.
+
+    Raises:
+        TypeError: there is something that is no closure.
+        LoopError: gradients are off for good.
+    """
+    if closure is not None and not callable(closure):
+        raise TypeError(
+            "KFAC.step() takes a closure that computes the loss, or nothing; got a "
+            f"{type(closure).__name__}. Call loss.backward(), then step() with no argument."
+        )
+    if torch.is_inference_mode_enabled():
+        raise LoopError(
+            "KFAC.step() needs gradients, but it is called in torch.inference_mode(), in which there are "
+            "none. Train outside of it; it is for evaluation."
+        )
+
+
 def _explain(recorder: StandingRecorder, network: Network) -> None:
     """Say what is missing; nothing is if all gradients are zero, as checkpointing tools set them.
 
@@ -73,13 +93,15 @@ def _explain(recorder: StandingRecorder, network: Network) -> None:
         seen = f"; it was called {without} times without gradients" if without else ""
         raise LoopError(
             f"KFAC.step() needs a forward and a backward pass since the last step, but the model "
-            f"({model}) has not been called{seen}. Call the model that KFAC was given, outside of "
-            "torch.no_grad() and torch.inference_mode(), then loss.backward(), then step()."
+            f"({model}) has not been called{seen}. Call the model that KFAC was given, optimizer.model (a "
+            "copy if the optimizer was copied or unpickled), outside of torch.no_grad() and "
+            "torch.inference_mode(), then loss.backward(), then step()."
         )
     if all(grad is None or not bool(grad.any()) for grad in grads):
         return
     raise LoopError(
         f"KFAC.step() found gradients, but has not seen the call of the model ({model}) that they are "
-        "of. Call the model that KFAC was given itself (if it is compiled, give KFAC the compiled one), "
-        "and step() after each backward(); for parts of a model, use a closure: step(closure)."
+        "of since the last step. Call the model that KFAC was given itself (if it is compiled, give KFAC "
+        "the compiled one), and step() once after each backward(); for parts of a model, use a closure: "
+        "step(closure)."
     )

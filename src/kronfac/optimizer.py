@@ -25,6 +25,7 @@ from kronfac.curvature import ApproximateInverse, Fisher
 from kronfac.distributed import refuse_distributed, refuse_several_processes
 from kronfac.gradient_check import GradientCheck
 from kronfac.groups import PerParameter, RateWarning, check_group, groups_of, parameters_in
+from kronfac.loop import refuse_call
 from kronfac.network import (
     Blocks,
     Buffers,
@@ -70,8 +71,9 @@ class KFAC(CopyingOptimizer):
 
     Args:
         model: called by the closure.
-        loss: the module that the closure calls: `MSELoss`, `BCEWithLogitsLoss`, `CrossEntropyLoss`,
-            `kronfac.Gaussian`, `kronfac.Bernoulli` or `kronfac.Categorical`.
+        loss: the module that the loop or the closure calls: `MSELoss`, `BCEWithLogitsLoss`,
+            `CrossEntropyLoss`, `kronfac.Gaussian`, `kronfac.Bernoulli` or `kronfac.Categorical`. Always
+            needed.
         params: what is trained: parameters of the model, or groups of them, such as
             `[{"params": weights, "weight_decay": 1e-2}, {"params": rest}]`, each with its own `lr` and
             `weight_decay` if it wants. Others stay as they are. None for all that are not frozen.
@@ -111,7 +113,7 @@ class KFAC(CopyingOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        loss: nn.Module,
+        loss: nn.Module | None = None,
         *,
         params: Params | None = None,
         lr: float | Tensor = 1.0,
@@ -135,6 +137,12 @@ class KFAC(CopyingOptimizer):
             raise TypeError(
                 "KFAC needs the model itself, whose layers it looks at, not its parameters: "
                 f"KFAC(model, loss); got a {type(model).__name__}."
+            )
+        if loss is None:
+            raise TypeError(
+                "KFAC needs the loss too, which says what the model's outputs predict; got none. Give it "
+                "the module that the loop calls, as in KFAC(model, nn.CrossEntropyLoss()), or a likelihood "
+                "such as kronfac.Categorical() if the model or a function computes the loss."
             )
         refuse_distributed(model)
         refuse_several_processes()
@@ -198,6 +206,7 @@ class KFAC(CopyingOptimizer):
         statistics are updated. Then, as when torch's distributed checkpoints want a new optimizer to have
         its state, there need not be anything to take a step from: nothing is done.
         """
+        refuse_call(closure)
         for number, group in enumerate(self.param_groups):
             check_group(group, number)
         self._warn_of_rate(self.param_groups)

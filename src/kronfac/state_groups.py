@@ -42,7 +42,7 @@ def loaded_options(saved: Any, groups: Groups) -> list[Options]:
         StateError: this is the state of no KFAC, or of one with other groups.
     """
     if not isinstance(saved, dict) or not {"kfac", "param_groups"} & saved.keys():
-        raise StateError("This is not the state_dict of a KFAC: it has no entry 'kfac'.")
+        raise _not_kfacs(saved)
     if "param_groups" not in saved:
         if "weight_decay" not in saved:
             raise StateError(
@@ -53,7 +53,7 @@ def loaded_options(saved: Any, groups: Groups) -> list[Options]:
     _refuse_others(saved, ENTRIES)
     given = saved["param_groups"]
     if "kfac" not in saved and (not isinstance(given, list) or any(_foreign(g) for g in given)):
-        raise StateError("This is not the state_dict of a KFAC: it has no entry 'kfac'.")
+        raise _not_kfacs(saved)
     if not isinstance(given, list) or not all(isinstance(group, dict) for group in given):
         raise StateError("The state's param_groups must be a list of dicts. Load an earlier state.")
     sizes = [
@@ -81,6 +81,21 @@ def loaded_options(saved: Any, groups: Groups) -> list[Options]:
 
 def _foreign(group: Any) -> bool:
     return not isinstance(group, dict) or any(key in group for key in FOREIGN)
+
+
+def _not_kfacs(saved: Any) -> StateError:
+    got = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
+    return StateError(
+        f"This is not the state_dict of a KFAC: it has no entry 'kfac'; got {_short(got)}. Load what "
+        "KFAC.state_dict() returned; after another optimizer, load the model's parameters alone and begin "
+        "with a new KFAC."
+    )
+
+
+def _short(names: list[str] | str) -> str:
+    if isinstance(names, str):
+        return f"a {names}"
+    return ", ".join(map(repr, names[:4])) + (", …" if len(names) > 4 else "") or "nothing"
 
 
 def _refuse_others(saved: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -88,7 +88,10 @@ def compute_step(
             Event(
                 EventKind.LOSS_NOT_SEEN,
                 "The closure's loss is not the loss module's value on the model's outputs; the "
-                "curvature is that of the loss module, and ρ calls the closure again.",
+                "curvature is that of the loss module, and ρ calls the closure again."
+                if evaluation.reevaluate is not None
+                else "The loop's loss was not seen; the curvature is that of the loss that KFAC was given, "
+                "and no step is validated.",
             )
         )
     predicted = best.step.predicted_change

@@ -18,7 +18,7 @@ from kronfac.gradient_check import GradientCheck
 from kronfac.groups import PerParameter
 from kronfac.loop import evaluate_loop
 from kronfac.network import Batch, Network, StandingRecorder, restore
-from kronfac.planning import Plan, make_plan, untouched
+from kronfac.planning import Plan, untouched
 from kronfac.precision import Context
 from kronfac.report import Event, EventKind, StepReport, Stopwatch
 from kronfac.settings import Settings
@@ -162,10 +162,12 @@ class SteppingOptimizer(torch.optim.Optimizer):
     ) -> StepReport:
         """Take the step: all or nothing."""
         if isinstance(outcome, RefusedError):
+            self._check.warn_of_refusal(str(outcome))
             return self._refusal(evaluation, watch, outcome)
         with watch("commit"):
             self.network = evaluation.network
             self.network.learned.compared = True
+            self.network.learned.placement = self.network.placement
             if self._rates:  # or nothing moves, not even a zero's sign
                 self.network.move(outcome.delta)
             self._become(outcome.state)
@@ -223,6 +225,8 @@ class SteppingOptimizer(torch.optim.Optimizer):
         return replace(skipped, next_rho=validation.rho, events=(validation.event,))
 
     def _plan(self, network: Network, batch: Batch) -> Plan:
+        from kronfac.planning.make import make_plan  # noqa: PLC0415, so that `import kronfac` is quick
+
         with untouched(network):
             weight_decay = PerParameter.of_groups(self.param_groups, "weight_decay")
             return make_plan(network, batch, self.settings, weight_decay.largest)

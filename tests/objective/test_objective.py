@@ -213,7 +213,9 @@ class Subclass(nn.MSELoss):
     [
         (nn.L1Loss(), "L1Loss is not one it knows"),
         (nn.L1Loss(), r"give KFAC kronfac.GaussNewton\(loss\)"),
-        (torch.nn.functional.huber_loss, "the function huber_loss is not one it knows"),
+        (torch.nn.functional.huber_loss, r"got the function huber_loss.*nn\.HuberLoss\(\)"),
+        (torch.nn.functional.l1_loss, "the function l1_loss is not one it knows"),
+        (nn.MSELoss, r"not its class; got the type MSELoss\. Make one"),
         (nn.SmoothL1Loss(beta=0.0), "needs smooth_l1_loss with a positive beta"),
         (nn.GaussianNLLLoss(reduction="none"), "a scalar; got 'none'"),
         (nn.Linear(2, 2), "Linear is not one it knows"),

@@ -16,6 +16,9 @@ from kronfac.network.unit import Unit, parameters_of
 from kronfac.objective import Objective
 from kronfac.vector import Matrices
 
+Placement = Sequence[tuple[torch.dtype, torch.device]]
+"""The dtype and the device of every parameter."""
+
 
 @dataclass
 class Learned:
@@ -26,6 +29,8 @@ class Learned:
     """False once a pass has had no forward-mode derivative, or a wrong one."""
     compared: bool = False
     """Whether J v has been compared with Jᵀ r."""
+    placement: Placement | None = None
+    """Where the parameters were in the last step; None before there was one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +65,11 @@ class Network:
     def dtype(self) -> torch.dtype:
         """The dtype of the first parameter."""
         return self.units[0].dtype
+
+    @property
+    def placement(self) -> Placement:
+        """Where the parameters are."""
+        return [(p.dtype, p.device) for p in self.parameters]
 
     @cached_property
     def convolutional(self) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
-from kronfac.errors import ClosureError
+from kronfac.errors import ClosureError, TargetError
 from kronfac.network.assembly import SeenLoss, declare, group
 from kronfac.network.nested import Ref, map_leaves, tensors_of
 from kronfac.network.program import (
@@ -223,6 +223,11 @@ class Recording(TorchFunctionMode):
             index = known
         else:
             return result  # about what the model has not computed, or what can't be done again
+        if outputs.numel() == 0:
+            raise TargetError(
+                f"KFAC needs at least one example to take a step from; {func.__name__} is called with "
+                f"outputs of shape {tuple(outputs.shape)}. Leave out empty mini-batches."
+            )
         terms = READERS[func](*args, **kwargs)
         self._watch(terms.targets)
         declared = func is observe

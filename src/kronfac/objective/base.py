@@ -83,8 +83,9 @@ class Likelihood(nn.Module, ABC):
         """Refuse targets that do not fit, before broadcasting can make sense of them."""
         if targets.shape != outputs.shape:
             raise TargetError(
-                f"{type(self).__name__} needs targets of the outputs' shape {tuple(outputs.shape)}; "
-                f"got {tuple(targets.shape)}."
+                f"KFAC reads this loss as {type(self).__name__}, which needs targets of the outputs' shape "
+                f"{tuple(outputs.shape)}; got {tuple(targets.shape)}. Reshape the targets or the outputs "
+                "before the loss, as with targets.view_as(outputs)."
             )
 
 

@@ -1,6 +1,6 @@
 """The loss that KFAC is given: a module, and how its calls are read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,13 @@ class Objective:
                 )
             loss: Tensor = self.module(outputs[0], targets, outputs[1])
             return loss
+        if not isinstance(outputs, Tensor):
+            keys = f" with the keys {list(outputs)}" if isinstance(outputs, Mapping) else ""
+            raise UnsupportedModelError(
+                f"KFAC.closure calls the loss with what the model returns, which must be a tensor; got a "
+                f"{type(outputs).__name__}{keys}. Call model, loss and backward() yourself, as in "
+                'loss_fn(model(x)["logits"], y).backward(), then step().'
+            )
         loss = self.module(outputs, targets)
         return loss
 
@@ -160,6 +167,16 @@ def objective_of(loss: nn.Module) -> Objective:
     name = type(loss).__name__
     if not isinstance(loss, nn.Module):
         name = f"the {name} {getattr(loss, '__name__', loss)}"
+    if isinstance(loss, type) and (loss in _FORMS or issubclass(loss, Likelihood)):
+        raise UnsupportedLossError(
+            f"KFAC needs a loss module, not its class; got {name}. Make one: {loss.__name__}()."
+        )
+    modules = [kind.__name__ for kind, form in _FORMS.items() if form.function is loss]
+    if modules:
+        raise UnsupportedLossError(
+            f"KFAC needs a loss module; got {name}. Give it nn.{modules[0]}(), and call that in the loop; "
+            "a closure may also call the function."
+        )
     if form is None:
         known = ", ".join(module.__name__ for module in _FORMS)
         raise UnsupportedLossError(
@@ -171,7 +188,8 @@ def objective_of(loss: nn.Module) -> Objective:
     reduction = str(loss.reduction)
     if reduction not in ("mean", "sum"):
         raise UnsupportedLossError(
-            f"KFAC needs {name} with reduction 'mean' or 'sum', a scalar; got {reduction!r}."
+            f"KFAC needs {name} with reduction 'mean' or 'sum', a scalar; got {reduction!r}. Give it "
+            f"{name}(); a closure may call torch's function with reduction='none' and average the result."
         )
     options = {option: getattr(loss, option) for option in form.options}
     return Objective(

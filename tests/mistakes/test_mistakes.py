@@ -1,0 +1,340 @@
+"""Typical mistakes: each gets a message that says who, the rule, what it got, and the remedy.
+
+One test for each that no other file tests; docs/howto/when_something_goes_wrong.md lists them all, with the
+tests of the others.
+"""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kronfac import KFAC
+from kronfac.errors import (
+    ClosureError,
+    LoopError,
+    StateError,
+    TargetError,
+    UnsupportedLossError,
+    UnsupportedModelError,
+)
+
+X = torch.linspace(-2, 2, 64 * 4).reshape(64, 4).sin()
+Y = torch.arange(64) % 3
+LOSS = nn.CrossEntropyLoss()
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def in_loop(optimizer: KFAC, loss: Callable[[], Tensor]) -> None:
+    optimizer.zero_grad()
+    loss().backward()
+    optimizer.step()
+
+
+def in_closure(optimizer: KFAC, loss: Callable[[], Tensor]) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+
+
+both = pytest.mark.parametrize("train", [in_loop, in_closure])
+
+
+def told(error: type[Exception], *parts: str) -> Any:
+    """The error with all these parts in its message, in this order."""
+    return pytest.raises(error, match="(?s)" + ".*".join(parts))
+
+
+# --------------------------------------------------------------------------------- construction
+
+
+@pytest.mark.parametrize("settings", [{}, {"lr": 1e-3}], ids=str)
+def test_the_parameters_instead_of_the_model(settings):
+    for given in (network().parameters(), list(network().parameters())):
+        with told(TypeError, "KFAC needs the model itself", r"KFAC\(model, loss\); got a"):
+            KFAC(given, **settings)
+
+
+def test_no_loss():
+    with told(TypeError, "KFAC needs the loss too", "got none", r"KFAC\(model, nn\.Cross"):
+        KFAC(network(), lr=1e-3)
+
+
+@pytest.mark.parametrize("loss", [functional.cross_entropy, functional.mse_loss])
+def test_a_function_as_the_loss(loss):
+    with told(UnsupportedLossError, "KFAC needs a loss module", loss.__name__, r"Give it nn\.\w+"):
+        KFAC(network(), loss)
+
+
+def test_a_class_as_the_loss():
+    with told(UnsupportedLossError, "KFAC needs a loss module", "CrossEntropyLoss", "Make one"):
+        KFAC(network(), nn.CrossEntropyLoss)
+
+
+def test_a_learning_rate_as_the_loss():
+    with told(UnsupportedLossError, "KFAC needs a loss", "the float 0.001", "Use MSELoss"):
+        KFAC(network(), 1e-3)
+
+
+def test_a_loss_that_is_not_reduced():
+    with told(UnsupportedLossError, "KFAC needs", "got 'none'", r"Give it CrossEntropyLoss\(\)"):
+        KFAC(network(), nn.CrossEntropyLoss(reduction="none"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_in_half_precision(dtype):
+    with told(UnsupportedModelError, "KFAC needs", str(dtype), r"float32.*torch\.autocast"):
+        KFAC(network().to(dtype), LOSS)
+
+
+def test_data_parallel_over_several_devices():
+    parallel = nn.DataParallel(network())
+    parallel.device_ids = [0, 1]
+    with told(UnsupportedModelError, "KFAC trains.*one device", "2 devices", r"model\.module"):
+        KFAC(parallel, LOSS)
+
+
+# --------------------------------------------------------------------------------- the loop
+
+
+def test_a_functional_loss_in_the_loop():
+    model = network()
+    optimizer = KFAC(model, LOSS)
+    with pytest.warns(
+        UserWarning, match=r"KFAC\.step\(\) has not seen the loss.*or give step\(\) a clos"
+    ):
+        in_loop(optimizer, lambda: functional.cross_entropy(model(X), Y))
+    assert optimizer.report is not None
+    (event,) = optimizer.report.events
+    assert "closure" not in event.message
+
+
+def test_a_functional_loss_in_a_closure_is_seen():
+    ends = []
+    for loss in (LOSS, functional.cross_entropy):
+        model = network()
+        optimizer = KFAC(model, LOSS)
+        for _ in range(3):
+            in_closure(optimizer, lambda m=model, f=loss: f(m(X), Y))  # type: ignore[misc]
+        ends.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
+
+
+def test_a_second_loss_module_that_was_not_given():
+    model, other = network(), nn.MSELoss()
+    optimizer = KFAC(model, LOSS)
+
+    def loss() -> Tensor:
+        z = model(X)
+        total: Tensor = LOSS(z, Y) + other(z, torch.zeros(64, 3))
+        return total
+
+    with pytest.warns(
+        UserWarning, match=r"The gradient of '0\.weight'.*another loss.*step\(\) a clos"
+    ):
+        in_loop(optimizer, loss)
+    model = network()
+    in_closure(KFAC(model, LOSS), loss)  # which sees both: a warning would be an error
+
+
+def test_a_warning_points_to_the_line_of_the_step():
+    model = network()
+    optimizer = KFAC(model, LOSS)
+    with pytest.warns(UserWarning, match="another loss") as caught:
+        in_loop(optimizer, lambda: LOSS(model(X), Y) + 1e-2 * model[0].weight.square().sum())
+    assert caught[0].filename == __file__
+
+
+@both
+def test_a_loss_that_is_multiplied_is_that_loss(train):
+    """No mistake: the same steps."""
+    ends = []
+    for factor in (1.0, 10.0):
+        model = network().double()
+        optimizer = KFAC(model, LOSS)
+        for _ in range(3):
+            train(optimizer, lambda m=model, f=factor: f * LOSS(m(X.double()), Y))
+        ends.append([p.detach() for p in model.parameters()])
+    for p, q in zip(*ends, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-10)
+
+
+@both
+def test_targets_of_another_shape(train):
+    model, loss_fn = nn.Linear(4, 1), nn.MSELoss()
+    optimizer = KFAC(model, loss_fn)
+    parts = ("KFAC reads this loss", r"shape \(64, 1\); got \(64,\)", "Reshape")
+    with pytest.warns(UserWarning, match="target size"), told(TargetError, *parts):
+        train(optimizer, lambda: loss_fn(model(X), X[:, 0]))
+
+
+@both
+def test_an_empty_mini_batch(train):
+    model = network()
+    optimizer = KFAC(model, LOSS)
+    with told(TargetError, "KFAC needs at least one example", r"\(0, 3\)", "Leave out"):
+        train(optimizer, lambda: LOSS(model(X[:0]), Y[:0]))
+    with told(ValueError, "needs at least one example; got none", "Leave out"):
+        optimizer.closure(X[:0], Y[:0])
+
+
+@both
+def test_a_loss_that_is_nan_is_told_once_and_nothing_moves(train):
+    model = network()
+    optimizer = KFAC(model, LOSS)
+    before = [p.detach().clone() for p in model.parameters()]
+    message = r"KFAC\.step\(\) has taken no step\. The loss is nan\..*Look for NaN"
+    with pytest.warns(UserWarning, match=message):
+        train(optimizer, lambda: LOSS(model(X * torch.nan), Y))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(optimizer, lambda: LOSS(model(X * torch.nan), Y))
+    assert optimizer.report is not None
+    assert optimizer.report.refused
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_the_loss_instead_of_a_closure():
+    model = network()
+    optimizer = KFAC(model, LOSS)
+    with told(TypeError, r"KFAC\.step\(\) takes a closure", "got a Tensor", r"loss\.backward\(\)"):
+        optimizer.step(LOSS(model(X), Y))  # type: ignore[arg-type]
+
+
+def test_a_step_twice():
+    model = network()
+    optimizer = KFAC(model, LOSS)
+    in_loop(optimizer, lambda: LOSS(model(X), Y))
+    with told(LoopError, r"KFAC\.step\(\)", "since the last step", r"step\(\) once after each"):
+        optimizer.step()
+
+
+def test_inference_mode_around_a_step():
+    model = network()
+    optimizer = KFAC(model, LOSS)
+    with torch.inference_mode(), told(LoopError, r"KFAC\.step\(\)", "inference_mode", "outside"):
+        optimizer.step(optimizer.closure(X, Y))
+
+
+class Named(nn.Module):
+    """Returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.layers(x)}
+
+
+@both
+def test_a_model_that_returns_a_dict_trains(train):
+    model = Named()
+    optimizer = KFAC(model, LOSS)
+    start = float(LOSS(model(X)["logits"], Y).detach())
+    for _ in range(5):
+        train(optimizer, lambda: LOSS(model(X)["logits"], Y))
+    assert float(LOSS(model(X)["logits"], Y).detach()) < start
+
+
+def test_a_model_that_returns_a_dict_with_kfacs_own_closure():
+    optimizer = KFAC(Named(), LOSS)
+    parts = (r"KFAC\.closure", "a tensor; got a dict with the keys", "logits", "Call model, loss")
+    with told(UnsupportedModelError, *parts):
+        optimizer.step(optimizer.closure(X, Y))
+
+
+# --------------------------------------------------------------------------------- a changed model
+
+
+@both
+def test_a_layer_that_was_replaced(train):
+    model = network()
+    optimizer = KFAC(model, LOSS)
+    model[2] = nn.Linear(8, 3)
+    parts = ("KFAC trains", r"'2\.weight', '2\.bias' no longer belong", "Make a new KFAC")
+    with told(UnsupportedModelError, *parts):
+        train(optimizer, lambda: LOSS(model(X), Y))
+
+
+@both
+def test_a_layer_that_was_frozen(train):
+    model = network()
+    optimizer = KFAC(model, LOSS)
+    model[0].requires_grad_(False)
+    with told(UnsupportedModelError, "'0' has been frozen", "KFAC", "make a new one"):
+        train(optimizer, lambda: LOSS(model(X), Y))
+
+
+@both
+def test_another_dtype_after_a_step(train):
+    model = network()
+    optimizer = KFAC(model, LOSS)
+    train(optimizer, lambda: LOSS(model(X), Y))
+    saved = copy.deepcopy(optimizer.state_dict())
+    model.double()
+    parts = ("KFAC's statistics", "torch.float32 on cpu", "moved to torch.float64", "load optim")
+    with told(UnsupportedModelError, *parts):
+        train(optimizer, lambda: LOSS(model(X.double()), Y))
+    optimizer.load_state_dict(saved)  # as the message says
+    train(optimizer, lambda: LOSS(model(X.double()), Y))
+
+
+def test_another_dtype_before_the_first_step_is_no_mistake():
+    model = network()
+    optimizer = KFAC(model, LOSS)
+    model.double()
+    in_loop(optimizer, lambda: LOSS(model(X.double()), Y))
+    model = network()
+    optimizer = KFAC(model, LOSS)
+    model.bfloat16()
+    with told(UnsupportedModelError, "KFAC needs", "torch.bfloat16", "Keep the model in float32"):
+        in_loop(optimizer, lambda: LOSS(model(X.bfloat16()), Y))
+
+
+# --------------------------------------------------------------------------------- states
+
+
+def test_the_state_of_another_optimizer():
+    model = network()
+    adam = torch.optim.Adam(model.parameters())
+    LOSS(model(X), Y).backward()
+    adam.step()
+    parts = ("not the state_dict of a KFAC", "got 'param_groups', 'state'", "Load what KFAC")
+    for foreign in (adam.state_dict(), model.state_dict(), [1]):
+        with told(StateError, *(parts if "state" in foreign else parts[::2])):
+            KFAC(model, LOSS).load_state_dict(foreign)  # type: ignore[arg-type]
+
+
+def test_the_state_for_another_model():
+    model = network()
+    optimizer = KFAC(model, LOSS)
+    in_loop(optimizer, lambda: LOSS(model(X), Y))
+    wider = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3))
+    with told(StateError, r"shape \(8, 5\); it must be \(9, 5\)", "Load it into the model that"):
+        KFAC(wider, LOSS).load_state_dict(optimizer.state_dict())
+
+
+def test_an_unpickled_optimizer_has_a_model_of_its_own():
+    model = network()
+    optimizer = KFAC(model, LOSS)
+    in_loop(optimizer, lambda: LOSS(model(X), Y))
+    copied = pickle.loads(pickle.dumps(optimizer))
+    with told(LoopError, "has not been called", r"optimizer\.model \(a copy"):
+        in_loop(copied, lambda: LOSS(model(X), Y))
+    in_loop(copied, lambda: copied.objective.module(copied.model(X), Y))  # as the message says
+    assert isinstance(LoopError("as for a closure"), ClosureError)
