@@ -59,6 +59,7 @@ from kronfac.objective import (
 )
 from kronfac.optimizer import KFAC, plan
 from kronfac.planning import Plan
+from kronfac.preconditioner import Preconditioner
 from kronfac.report import Event, EventKind, StepReport
 from kronfac.settings import First
 from kronfac.storage import Storable
@@ -123,6 +124,7 @@ __all__ = [
     "Moments",
     "Plan",
     "Poisson",
+    "Preconditioner",
     "QuadraticModel",
     "RawStep",
     "SampledFisher",

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,8 @@ PEAKS = ("lr", "initial_lr", "max_lr")
 """Where a group, or a schedule in it, has the largest learning rate."""
 
 Groups = Sequence[Mapping[str, Any]]
+Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+"""What torch's optimizers take."""
 
 
 @dataclass(frozen=True, eq=False)

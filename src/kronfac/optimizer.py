@@ -1,7 +1,7 @@
 """KFAC, the optimizer, as torch.optim sees it; `transitions.py` takes its steps."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, get_args
 
@@ -24,7 +24,14 @@ from kronfac.copying import CopyingOptimizer
 from kronfac.curvature import ApproximateInverse, Fisher
 from kronfac.distributed import refuse_distributed, refuse_several_processes
 from kronfac.gradient_check import GradientCheck
-from kronfac.groups import PerParameter, RateWarning, check_group, groups_of, parameters_in
+from kronfac.groups import (
+    Params,
+    PerParameter,
+    RateWarning,
+    check_group,
+    groups_of,
+    parameters_in,
+)
 from kronfac.network import (
     Blocks,
     Buffers,
@@ -45,8 +52,6 @@ from kronfac.state_groups import extended_momentum
 ACCEPTANCE = Acceptance()
 """KFAC's own rule for rejecting steps."""
 ACCEPT_ALL = Acceptance(rejection=None, suspicion=None)
-Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
-"""What torch's optimizers take."""
 
 
 class KFAC(CopyingOptimizer):
