@@ -61,6 +61,7 @@ from kronfac.optimizer import KFAC, plan
 from kronfac.planning import Plan
 from kronfac.preconditioner import Preconditioner
 from kronfac.report import Event, EventKind, StepReport
+from kronfac.reporting import log_to
 from kronfac.settings import First
 from kronfac.storage import Storable
 from kronfac.training import (
@@ -138,6 +139,7 @@ __all__ = [
     "Use",
     "averaged",
     "least_squares",
+    "log_to",
     "observe",
     "plan",
     "presets",

@@ -44,7 +44,7 @@ from kronfac.network import (
 from kronfac.objective import objective_of
 from kronfac.planning import Plan, record_example, untouched
 from kronfac.precision import full_precision
-from kronfac.report import StepReport
+from kronfac.report import EventWarnings, StepReport
 from kronfac.settings import Settings, fisher_of, inverse_of
 from kronfac.state import State
 from kronfac.state_groups import extended_momentum
@@ -180,6 +180,7 @@ class KFAC(CopyingOptimizer):
         self._state = self._initial_state()
         self._warn_of_rate = RateWarning()
         self._warn_of_rate(self.param_groups)
+        self._warn_of_events = EventWarnings()
         self._check = GradientCheck(self._left_out())
         self.report: StepReport | None = None
         """What the last step did; None before the first."""

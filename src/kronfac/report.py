@@ -112,6 +112,38 @@ class StepReport:
         return self.examples
 
 
+_ADVICE = {
+    EventKind.REFUSED: (
+        "refused a step",
+        "Parameters and statistics stay as they are: look for the mini-batch",
+    ),
+    EventKind.REJECTED: (
+        "rejected a step and rolled it back",
+        "One now and then is no mistake. If many are, shuffle the examples, or take larger mini-batches",
+    ),
+}
+
+
+class EventWarnings:
+    """Warns of the first step that is refused, and of the first that is rejected."""
+
+    def __init__(self) -> None:
+        self._given: set[EventKind] = set()
+
+    def __call__(self, report: StepReport, stacklevel: int = 6) -> None:
+        """Look at what a step did; the level is that of the call of `KFAC.step`."""
+        for event in report.events:
+            if event.kind in _ADVICE and event.kind not in self._given:
+                self._given.add(event.kind)
+                done, advice = _ADVICE[event.kind]
+                warnings.warn(
+                    f"KFAC {done} at iteration {report.iteration}: {event.message} {advice}. Further ones "
+                    f"are in optimizer.report.{event.kind} only.",
+                    UserWarning,
+                    stacklevel=stacklevel,
+                )
+
+
 class Stopwatch:
     """Seconds by part of a step."""
 
