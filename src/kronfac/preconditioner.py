@@ -38,6 +38,7 @@ from kronfac.gradient_replacement import (
 from kronfac.groups import Params, PerParameter, groups_of, parameters_in
 from kronfac.loop import evaluate_loop
 from kronfac.network import (
+    Blocks,
     Buffers,
     Matrices,
     Network,
@@ -187,8 +188,12 @@ class Preconditioner:
         self._grad_scaler = grad_scaler
         own = getattr(model, "_orig_mod", model)
         trained = None if params is None else parameters_in(groups_of(params, own))
-        found = find_units(own, "diagonal", None, trained)
-        self.network = Network(own, found.units, found.sites, objective_of(loss), Buffers(own))
+        # Small convolutions and embeddings have an A too, if they have no dense block.
+        blocks = Blocks(dense_limit=0) if sides == "inputs" else Blocks()
+        found = find_units(own, "diagonal", blocks, trained)
+        self.network = Network(
+            own, found.units, found.sites, objective_of(loss), Buffers(own), blocks
+        )
         self._recorder = StandingRecorder(
             model, self.network.objective, self.network.parameters, self.network.buffers
         )

@@ -8,10 +8,14 @@ from kronfac import (
     BlockDiagonalInverse,
     EigenvalueCorrectedInverse,
     ExactTikhonov,
+    KroneckerBlock,
     Preconditioner,
 )
+from kronfac.curvature import InputBlock, Tap
+from kronfac.errors import StateError
 from kronfac.linearization.by_hand import Trace, trace_of
-from tests.conftest import AUTODIFF
+from kronfac.storage import Layout, pack, unpack
+from tests.conftest import ALGEBRA, AUTODIFF
 from tests.reference import dense
 
 DAMPING = 0.03
@@ -158,3 +162,81 @@ def test_the_bound_on_the_step(kappa):
     nu = min(1.0, (kappa / (0.01 * float(before @ plain))) ** 0.5)
     assert nu == 1 or nu < 0.9
     torch.testing.assert_close(clipped, nu * plain, **AUTODIFF)
+
+
+def test_the_input_side_of_a_convolution_and_an_embedding():
+    """A is the second moment of patches with a one for the bias; of tokens, their frequencies."""
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Embedding(7, 9),
+        nn.Unflatten(1, (2, 3)),
+        nn.Conv2d(2, 3, 2),
+        nn.Flatten(),
+        nn.Linear(48, 2),
+    ).double()
+    x, y = torch.randint(5, (30, 6)), torch.randint(2, (30,))
+    loss_fn = nn.CrossEntropyLoss()
+    preconditioner = Preconditioner(
+        model, loss_fn, sides="inputs", damping=DAMPING, statistics_fraction=1.0
+    )
+    loss_fn(model(x), y).backward()
+    embedding, conv = model[0], model[2]
+    tokens, kernel, bias = (p.grad.clone() for p in (embedding.weight, conv.weight, conv.bias))
+    preconditioner.step()
+    frequencies = torch.bincount(x.flatten(), minlength=7).double() / x.numel()
+    expected = tokens / (frequencies + DAMPING)[:, None]
+    torch.testing.assert_close(embedding.weight.grad, expected, **AUTODIFF)
+    patches = nn.functional.unfold(model[:2](x).detach(), 2).mT.reshape(-1, 8)
+    patches = torch.cat([patches, torch.ones(len(patches), 1, dtype=torch.float64)], dim=1)
+    A = patches.mT @ patches / len(patches) + DAMPING * torch.eye(9, dtype=torch.float64)
+    V = torch.cat([kernel.flatten(1), bias[:, None]], dim=1)
+    found = torch.cat([conv.weight.grad.flatten(1), conv.bias.grad[:, None]], dim=1)
+    torch.testing.assert_close(found, V @ torch.linalg.inv(A), **AUTODIFF)
+
+
+def test_the_block_of_the_input_side_keeps_the_contract_of_blocks():
+    """A ⊗ I by its definition, for Vᵀ on the other side, and damped."""
+    torch.manual_seed(2)
+    a, g = torch.randn(10, 3, 4).double(), torch.zeros(10, 3, 5).double()
+    A = a.flatten(0, 1).mT @ a.flatten(0, 1) / 30
+    I5 = torch.eye(5, dtype=torch.float64)
+    for transposed, dense_A, shape in (
+        (False, dense.kron(A, I5), (5, 4)),
+        (True, dense.kron(I5, A), (4, 5)),
+    ):
+        block = InputBlock(*shape, KroneckerBlock())
+        moments = block.observe([Tap(a, g, transposed=transposed)], 1.0, 1.0)
+        torch.testing.assert_close(moments.dense(), dense_A, **ALGEBRA)
+        torch.testing.assert_close(moments.trace(), dense_A.trace(), **ALGEBRA)
+        operator = moments.damped(0.3, ExactTikhonov())
+        inverse = torch.linalg.inv(dense_A + 0.09 * torch.eye(20, dtype=torch.float64))
+        torch.testing.assert_close(operator.to_dense(), inverse, **ALGEBRA)
+        V = torch.randn(*shape).double()
+        torch.testing.assert_close(dense.vec(operator.mv(V)), inverse @ dense.vec(V), **ALGEBRA)
+        layout = Layout("layer", *shape, torch.float64)
+        for value in (moments, operator):
+            value.check(layout)
+            assert type(unpack(pack(value))) is type(value)
+            with pytest.raises(StateError):
+                value.check(Layout("layer", 5, 5, torch.float64))
+    kept = InputBlock(5, 4).average(None, 0.9).value()
+    assert kept.A is None
+    assert torch.equal(kept.damped(0.3, ExactTikhonov()).mv(V.mT), V.mT)
+
+
+def test_a_perceptron_inside_of_autocast():
+    """Statistics are in the parameters' dtype; the gradient is as bfloat16 has it."""
+    model, x, y = problem()
+    model, x = model.float(), x.float()
+    loss_fn = nn.CrossEntropyLoss()
+    preconditioner = Preconditioner(
+        model, loss_fn, damping=DAMPING, fisher="exact", statistics_fraction=1.0
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_fn(model(x), y)
+    loss.backward()
+    before = gradient(model)
+    preconditioner.step()
+    A, G = dense.moments(model.double(), x.double(), "categorical")
+    expected = solve(dense.block_diagonal_fisher(A, G), before.double())
+    torch.testing.assert_close(gradient(model).double(), expected, rtol=1e-3, atol=1e-4)
