@@ -4,17 +4,15 @@ No λ rule, no quadratic model, no validation: the length of the step is the oth
 and inverses are those of `KFAC`; so is the saved state, with rules that stay as they are.
 """
 
-import math
-import warnings
 import weakref
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from kronfac import state as saving
-from kronfac.control import Acceptance, FixedDamping, FixedGamma, Measurement, RawStep
+from kronfac.control import Acceptance, FixedDamping, FixedGamma, RawStep
 from kronfac.curvature import (
     ApproximateInverse,
     BlockDiagonalInverse,
@@ -24,31 +22,28 @@ from kronfac.curvature import (
     NoTargets,
 )
 from kronfac.distributed import refuse_distributed, refuse_several_processes
-from kronfac.errors import LoopError, NonFiniteError, NotPositiveDefiniteError, StateError
-from kronfac.evaluation import Evaluation, refuse_changes
-from kronfac.grad_scaler import Scaling
+from kronfac.errors import LoopError, StateError
+from kronfac.evaluation import refuse_changes
 from kronfac.gradient_replacement import (
     Schedule,
     clip_factor,
     finite,
-    input_block,
     replace_gradients,
     scheduled,
 )
-from kronfac.groups import Params, PerParameter, groups_of, parameters_in
-from kronfac.loop import evaluate_loop
+from kronfac.groups import Params, groups_of, parameters_in
 from kronfac.network import (
     Blocks,
     Buffers,
     Matrices,
     Network,
     StandingRecorder,
-    Unit,
     find_units,
     remove_hooks,
 )
 from kronfac.objective import objective_of
 from kronfac.precision import full_precision
+from kronfac.preconditioner_curvature import EstimatingCurvature, Sides
 from kronfac.settings import (
     AGE,
     FIRST_REFRESHES,
@@ -57,10 +52,7 @@ from kronfac.settings import (
     fisher_of,
     inverse_of,
 )
-from kronfac.state import CurrentInverse, State
-from kronfac.step import curvature_examples, update_curvature
 
-Sides = Literal["both", "inputs"]
 COUNTS = ("steps", "updated", "refreshed")
 """Steps in a saved state: all of them, with the last statistics, with the last inverse."""
 EXACT: dict[str, ApproximateInverse] = {
@@ -70,7 +62,7 @@ EXACT: dict[str, ApproximateInverse] = {
 """Inverses by name, with the damping added to the eigenvalues of A ⊗ G."""
 
 
-class Preconditioner:
+class Preconditioner(EstimatingCurvature):
     """Replaces gradients by preconditioned ones, for any optimizer that comes after it.
 
         V ← (A ⊗ G + damping · I)⁻¹ V     for sides="both",
@@ -289,90 +281,12 @@ class Preconditioner:
         remove_hooks(self._recorder.handles)
         self._recorder.forget()
 
-    # --------------------------------------------------------------------------------------- statistics
-
-    def _evaluate(self) -> Evaluation | None:
-        """The mini-batch since the last step, its loss as it was before a GradScaler scaled it."""
-        evaluation = evaluate_loop(
-            self._recorder,
-            self.network,
-            weight_decay=PerParameter(0.0),
-            inverse=self.settings.inverse,
-            scaling=Scaling(),
-            who="Preconditioner",
-        )
-        if evaluation is None or self._grad_scaler is None:
-            return evaluation
-        scaler = self._grad_scaler
-        scale = float(scaler() if callable(scaler) else scaler.get_scale())
-        return replace(evaluation, batch=evaluation.batch.scaled(1 / scale))
-
-    def _units(self, network: Network) -> list[Unit]:
-        """The units with the blocks that are estimated."""
-        if self.sides == "both":
-            return list(network.units)
-        return [replace(unit, block=input_block(unit)) for unit in network.units]
-
-    def _with_statistics(self, evaluation: Evaluation, state: State) -> State:
-        """The state with this mini-batch in its moving averages; as it was if they would not be finite."""
-        self.network = evaluation.network
-        network = replace(evaluation.network, units=self._units(evaluation.network))
-        evaluation = replace(evaluation, network=network)
-        m = Measurement(iteration=state.iteration + 1, examples=evaluation.batch.examples)
-        with network.buffers.preserved():
-            S1, _ = curvature_examples(self.settings, evaluation, m)
-            curvature, current, generator = update_curvature(
-                self.settings, evaluation, S1, state, m
-            )
-        if not finite([number for block in curvature.blocks for number in block.probe()]):
-            self._warn(
-                "statistics",
-                "The statistics of a mini-batch are not finite: Preconditioner.step() has left them out. "
-                "Look for infinite inputs or activations.",
-            )
-            return state
-        return replace(
-            state,
-            iteration=m.iteration,
-            curvature=curvature,
-            current=current,
-            generator=generator,
-        )
-
-    def _with_inverse(self, state: State) -> State:
-        """The state with a new inverse; the last good one stays where there is none."""
-        damping, current = scheduled("damping", self.damping, self.steps), state.current
-        if state.curvature is None:
-            return state
-        if current and (current.iteration, current.lambda_) == (state.iteration, damping):
-            return state  # there is nothing new to invert
-        old = None if state.current is None else state.current.inverse
-        failure = ""
-        try:
-            made = self.settings.inverse.prepare(state.curvature).damped(math.sqrt(damping))
-            failure = "; ".join(message for _, message in made.failures)
-            inverse = made.completed_by(old)
-        except (NonFiniteError, NotPositiveDefiniteError) as error:
-            inverse, failure = old, str(error)
-        if failure:
-            what = "gradients stay as they are" if inverse is None else "the last one stays in use"
-            self._warn("inverse", f"There is no inverse: {failure} {what}. Raise the damping.")
-        if inverse is None:
-            return state
-        return replace(state, current=CurrentInverse(inverse, state.iteration, damping))
-
     def _factor(self, gradient: Matrices, direction: Matrices) -> float:
         """ν, by κ and the learning rate of this step."""
         if self.kl_clip is None or self.lr is None:
             return 1.0
         lr = float(self.lr(self.steps) if callable(self.lr) else self.lr)
         return clip_factor(gradient, direction, scheduled("kl_clip", self.kl_clip, self.steps), lr)
-
-    def _warn(self, kind: str, message: str) -> None:
-        """Warn once of each kind."""
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(message, UserWarning, stacklevel=5)
 
 
 def _due(step: int, last: int, interval: int) -> bool:
