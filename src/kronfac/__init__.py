@@ -59,7 +59,9 @@ from kronfac.objective import (
 )
 from kronfac.optimizer import KFAC, plan
 from kronfac.planning import Plan
+from kronfac.preconditioner import Preconditioner
 from kronfac.report import Event, EventKind, StepReport
+from kronfac.reporting import log_to
 from kronfac.settings import First
 from kronfac.storage import Storable
 from kronfac.training import (
@@ -123,6 +125,7 @@ __all__ = [
     "Moments",
     "Plan",
     "Poisson",
+    "Preconditioner",
     "QuadraticModel",
     "RawStep",
     "SampledFisher",
@@ -136,6 +139,7 @@ __all__ = [
     "Use",
     "averaged",
     "least_squares",
+    "log_to",
     "observe",
     "plan",
     "presets",

@@ -94,15 +94,6 @@ class GradientCheck:
             "optimizer.zero_grad() before each backward(), or once before several micro-batches.",
         )
 
-    def warn_of_refusal(self, reason: str) -> None:
-        """Warn of a mini-batch from which no step can be taken."""
-        self._warn(
-            "refused",
-            f"KFAC.step() has taken no step. {reason} Parameters and state stay as they were. Look for NaN "
-            "or infinity in the inputs, the targets and what the model makes of this mini-batch. This is "
-            "told once; optimizer.report.refused tells of every step.",
-        )
-
     def _as_before(self, verdict: Verdict) -> bool:
         """Whether gradients in old tensors are what fresh ones were: so these have been zeroed in place."""
         expected = {self._last.scale, self._scale}

@@ -1,7 +1,7 @@
 """What parameter groups give to their parameters: the learning rate, and η, the weight decay."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,8 @@ PEAKS = ("lr", "initial_lr", "max_lr")
 """Where a group, or a schedule in it, has the largest learning rate."""
 
 Groups = Sequence[Mapping[str, Any]]
+Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+"""What torch's optimizers take."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,6 +25,7 @@ def evaluate_loop(
     weight_decay: PerParameter,
     inverse: ApproximateInverse,
     scaling: Scaling,
+    who: str = "KFAC",
 ) -> Evaluation | None:
     """What the loop has computed since the last step; None if there is nothing to take a step from.
 
@@ -34,6 +35,7 @@ def evaluate_loop(
         weight_decay: η.
         inverse: how the curvature is inverted.
         scaling: what a GradScaler has multiplied loss and gradients by.
+        who: takes the step, for errors.
 
     Raises:
         LoopError: a forward or a backward pass is missing.
@@ -42,7 +44,7 @@ def evaluate_loop(
     refuse_changes(network)
     batch = recorder.batch()
     if batch is None:
-        _explain(recorder, network)
+        _explain(recorder, network, who)
         return None
     if scaling.overflow:
         return None  # GradScaler.update makes the scale smaller
@@ -75,7 +77,7 @@ def refuse_call(closure: object) -> None:
         )
 
 
-def _explain(recorder: StandingRecorder, network: Network) -> None:
+def _explain(recorder: StandingRecorder, network: Network, who: str) -> None:
     """Say what is missing; nothing is if all gradients are zero, as checkpointing tools set them.
 
     Raises:
@@ -86,22 +88,22 @@ def _explain(recorder: StandingRecorder, network: Network) -> None:
     if all(grad is None for grad in grads):
         if recorder.forwards:
             raise LoopError(
-                f"KFAC.step() needs gradients, but no backward pass has come to the outputs of the model "
+                f"{who}.step() needs gradients, but no backward pass has come to the outputs of the model "
                 f"({model}) since it was called. Call loss.backward() before step()."
             )
         without = recorder.forwards_without_gradients
         seen = f"; it was called {without} times without gradients" if without else ""
         raise LoopError(
-            f"KFAC.step() needs a forward and a backward pass since the last step, but the model "
-            f"({model}) has not been called{seen}. Call the model that KFAC was given, optimizer.model (a "
-            "copy if the optimizer was copied or unpickled), outside of torch.no_grad() and "
+            f"{who}.step() needs a forward and a backward pass since the last step, but the model "
+            f"({model}) has not been called{seen}. Call the model that {who} was given (a copy if the "
+            "optimizer was copied or unpickled: optimizer.model), outside of torch.no_grad() and "
             "torch.inference_mode(), then loss.backward(), then step()."
         )
     if all(grad is None or not bool(grad.any()) for grad in grads):
         return
     raise LoopError(
-        f"KFAC.step() found gradients, but has not seen the call of the model ({model}) that they are "
-        "of since the last step. Call the model that KFAC was given itself (if it is compiled, give KFAC "
-        "the compiled one), and step() once after each backward(); for parts of a model, use a closure: "
-        "step(closure)."
+        f"{who}.step() found gradients, but has not seen the call of the model ({model}) that they are "
+        f"of since the last step. Call the model that {who} was given itself (if it is compiled, give "
+        f"{who} the compiled one), and step() once after each backward(); for parts of a model, use a "
+        "closure: step(closure)."
     )

@@ -1,7 +1,7 @@
 """KFAC, the optimizer, as torch.optim sees it; `transitions.py` takes its steps."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, get_args
 
@@ -24,7 +24,14 @@ from kronfac.copying import CopyingOptimizer
 from kronfac.curvature import ApproximateInverse, Fisher
 from kronfac.distributed import refuse_distributed, refuse_several_processes
 from kronfac.gradient_check import GradientCheck
-from kronfac.groups import PerParameter, RateWarning, check_group, groups_of, parameters_in
+from kronfac.groups import (
+    Params,
+    PerParameter,
+    RateWarning,
+    check_group,
+    groups_of,
+    parameters_in,
+)
 from kronfac.loop import refuse_call
 from kronfac.network import (
     Blocks,
@@ -38,7 +45,7 @@ from kronfac.network import (
 from kronfac.objective import objective_of
 from kronfac.planning import Plan, record_example, untouched
 from kronfac.precision import full_precision
-from kronfac.report import StepReport
+from kronfac.report import EventWarnings, StepReport
 from kronfac.settings import Settings, fisher_of, inverse_of
 from kronfac.state import State
 from kronfac.state_groups import extended_momentum
@@ -46,8 +53,6 @@ from kronfac.state_groups import extended_momentum
 ACCEPTANCE = Acceptance()
 """KFAC's own rule for rejecting steps."""
 ACCEPT_ALL = Acceptance(rejection=None, suspicion=None)
-Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
-"""What torch's optimizers take."""
 
 
 class KFAC(CopyingOptimizer):
@@ -183,6 +188,7 @@ class KFAC(CopyingOptimizer):
         self._state = self._initial_state()
         self._warn_of_rate = RateWarning()
         self._warn_of_rate(self.param_groups)
+        self._warn_of_events = EventWarnings()
         self._check = GradientCheck(self._left_out())
         self.report: StepReport | None = None
         """What the last step did; None before the first."""

@@ -8,6 +8,8 @@ from enum import Enum
 import torch
 from torch.autograd.profiler import record_function
 
+from kronfac.warn import warn
+
 _RENAMED = {"taken_back": "rejected"}
 """Kinds of events by their names in the release before."""
 
@@ -110,6 +112,37 @@ class StepReport:
         )
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return self.examples
+
+
+_ADVICE = {
+    EventKind.REFUSED: (
+        "refused a step",
+        "Parameters and state stay as they were. Look for NaN or infinity in the inputs, the targets and "
+        "what the model makes of this mini-batch",
+    ),
+    EventKind.REJECTED: (
+        "rejected a step and rolled it back",
+        "One now and then is no mistake. If many are, shuffle the examples, or take larger mini-batches",
+    ),
+}
+
+
+class EventWarnings:
+    """Warns of the first step that is refused, and of the first that is rejected."""
+
+    def __init__(self) -> None:
+        self._given: set[EventKind] = set()
+
+    def __call__(self, report: StepReport) -> None:
+        """Look at what a step did."""
+        for event in report.events:
+            if event.kind in _ADVICE and event.kind not in self._given:
+                self._given.add(event.kind)
+                done, advice = _ADVICE[event.kind]
+                warn(
+                    f"KFAC {done} at iteration {report.iteration}: {event.message} {advice}. Further ones "
+                    f"are in optimizer.report.{event.kind} only."
+                )
 
 
 class Stopwatch:

@@ -63,8 +63,8 @@ def compute_step(
     with watch("reduction_ratio"):
         step_state = _compare_average(settings, evaluation, before.step, m)
     with watch("statistics"):
-        S1, S2 = _curvature_examples(settings, evaluation, m)
-        curvature, current, generator = _update_curvature(settings, evaluation, S1, before, m)
+        S1, S2 = curvature_examples(settings, evaluation, m)
+        curvature, current, generator = update_curvature(settings, evaluation, S1, before, m)
         before = replace(before, current=current)
     proposer = Proposer(
         point, S2, curvature, settings.step_size, step_state, m, watch, settings.clip
@@ -157,7 +157,7 @@ def compute_step(
 # -------------------------------------------------------------------------------------------- measure
 
 
-def _curvature_examples(
+def curvature_examples(
     settings: Settings, evaluation: Evaluation, m: Measurement
 ) -> tuple[Batch, Batch]:
     """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8]."""
@@ -176,7 +176,7 @@ def _curvature_examples(
     return S1, S2
 
 
-def _update_curvature(
+def update_curvature(
     settings: Settings, evaluation: Evaluation, S1: Batch, before: State, m: Measurement
 ) -> tuple[Curvature, CurrentInverse | None, Tensor]:
     """The moving averages with S₁ in them [§5], the inverse in use, and the generator's new state.

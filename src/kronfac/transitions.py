@@ -20,7 +20,7 @@ from kronfac.loop import evaluate_loop
 from kronfac.network import Batch, Network, StandingRecorder, restore
 from kronfac.planning import Plan, untouched
 from kronfac.precision import Context
-from kronfac.report import Event, EventKind, StepReport, Stopwatch
+from kronfac.report import Event, EventKind, EventWarnings, StepReport, Stopwatch
 from kronfac.settings import Settings
 from kronfac.state import State
 from kronfac.state_groups import MOMENTUM
@@ -39,6 +39,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
     _check: GradientCheck
     _recorder: StandingRecorder
     _verbose: bool
+    _warn_of_events: EventWarnings
 
     def _step(self, closure: Callable[[], Any] | None, callers: Context) -> Any:
         watch = Stopwatch()
@@ -62,6 +63,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
             if validation is not None and validation.rejected is not None:
                 if closure is None:  # the gradient is that of a point that has been left
                     self.report = self._skip(evaluation, watch, validation)
+                    self._warn_of_events(self.report)
                     return None
                 self._forget_gradients()
                 restore(buffers)
@@ -73,6 +75,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
             events = () if validation.event is None else (validation.event,)
             report = replace(report, next_rho=validation.rho, events=events + report.events)
         self.report = report
+        self._warn_of_events(report)
         return evaluation.returned
 
     def _evaluate(self, closure: Callable[[], Any], callers: Context) -> Evaluation:
@@ -162,7 +165,6 @@ class SteppingOptimizer(torch.optim.Optimizer):
     ) -> StepReport:
         """Take the step: all or nothing."""
         if isinstance(outcome, RefusedError):
-            self._check.warn_of_refusal(str(outcome))
             return self._refusal(evaluation, watch, outcome)
         with watch("commit"):
             self.network = evaluation.network

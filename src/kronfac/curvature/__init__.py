@@ -10,6 +10,7 @@ from kronfac.curvature.diagonal import DiagonalBlock, DiagonalMoments
 from kronfac.curvature.eigenvalue_corrected import EigenvalueCorrectedInverse
 from kronfac.curvature.fisher import EmpiricalFisher, ExactFisher, Fisher, SampledFisher
 from kronfac.curvature.grouped import GroupedKroneckerBlock, GroupedKroneckerMoments
+from kronfac.curvature.input_side import InputBlock, NoTargets
 from kronfac.curvature.inverse import ApproximateInverse, DampedInverse
 from kronfac.curvature.kronecker import KroneckerBlock, KroneckerMoments
 from kronfac.curvature.kronecker_sum import KroneckerSumBlock, KroneckerSumMoments
@@ -46,6 +47,7 @@ __all__ = [
     "GroupedKroneckerBlock",
     "GroupedKroneckerMoments",
     "GroupedTap",
+    "InputBlock",
     "Inputs",
     "InverseCost",
     "KroneckerBlock",
@@ -54,6 +56,7 @@ __all__ = [
     "KroneckerSumMoments",
     "Link",
     "Moments",
+    "NoTargets",
     "OneHot",
     "Operator",
     "SampledFisher",

@@ -118,6 +118,11 @@ class ByHand(Linearization):
         return False
 
     def taps(self, vectors: Sequence[Tensor | None]) -> list[list[Tap]]:
+        if all(r is None for r in vectors):  # inputs alone are wanted
+            return [
+                [Tap(augmented(unit, a).unsqueeze(1), a.new_zeros(len(a), 1, unit.rows))]
+                for unit, a in zip(self.trace.units, self.trace.inputs, strict=True)
+            ]
         return [
             [Tap(augmented(unit, a).unsqueeze(1), g.unsqueeze(1))]
             for unit, a, g in self.trace.backwards(self._cotangent(vectors))

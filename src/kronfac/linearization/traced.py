@@ -135,8 +135,8 @@ class Traced(Linearization):
     def _backward(
         self, vectors: Sequence[Tensor | None], wanted: Sequence[object]
     ) -> list[Tensor | None]:
-        if not wanted:
-            return []
+        if not wanted or all(r is None for r in vectors):
+            return [None] * len(wanted)
         pairs = [(z, r) for z, r in zip(self._graph[0], vectors, strict=True) if r is not None]
         ends, cotangents = zip(*pairs, strict=True)
         return list(

@@ -1,0 +1,294 @@
+"""K-FAC in front of another optimizer: p.grad ← (A ⊗ G + damping)⁻¹ p.grad, and no more.
+
+No λ rule, no quadratic model, no validation: the length of the step is the other optimizer's. Statistics
+and inverses are those of `KFAC`; so is the saved state, with rules that stay as they are.
+"""
+
+import weakref
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from kronfac import state as saving
+from kronfac.control import Acceptance, FixedDamping, FixedGamma, RawStep
+from kronfac.curvature import (
+    ApproximateInverse,
+    BlockDiagonalInverse,
+    EigenvalueCorrectedInverse,
+    ExactTikhonov,
+    Fisher,
+    NoTargets,
+)
+from kronfac.distributed import refuse_distributed, refuse_several_processes
+from kronfac.errors import LoopError, StateError
+from kronfac.evaluation import refuse_changes
+from kronfac.gradient_replacement import (
+    Schedule,
+    clip_factor,
+    finite,
+    replace_gradients,
+    scheduled,
+)
+from kronfac.groups import Params, groups_of, parameters_in
+from kronfac.network import (
+    Blocks,
+    Buffers,
+    Matrices,
+    Network,
+    StandingRecorder,
+    find_units,
+    remove_hooks,
+)
+from kronfac.objective import objective_of
+from kronfac.precision import full_precision
+from kronfac.preconditioner_curvature import EstimatingCurvature, Sides
+from kronfac.settings import (
+    AGE,
+    FIRST_REFRESHES,
+    LONGEST_INTERVAL,
+    Settings,
+    fisher_of,
+    inverse_of,
+)
+
+COUNTS = ("steps", "updated", "refreshed")
+"""Steps in a saved state: all of them, with the last statistics, with the last inverse."""
+EXACT: dict[str, ApproximateInverse] = {
+    "block_diagonal": BlockDiagonalInverse(ExactTikhonov()),
+    "ekfac": EigenvalueCorrectedInverse(ExactTikhonov()),
+}
+"""Inverses by name, with the damping added to the eigenvalues of A ⊗ G."""
+
+
+class Preconditioner(EstimatingCurvature):
+    """Replaces gradients by preconditioned ones, for any optimizer that comes after it.
+
+        V ← (A ⊗ G + damping · I)⁻¹ V     for sides="both",
+        V ← V (A + damping · I)⁻¹         for sides="inputs",
+
+    V being the gradient of a layer's weight, with its bias as a further column.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> loss_fn = nn.MSELoss()
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> preconditioner = Preconditioner(model, loss_fn, damping=0.01)
+        >>> x = torch.randn(64, 2)
+        >>> for _ in range(3):
+        ...     sgd.zero_grad()
+        ...     loss_fn(model(x), x.prod(dim=1, keepdim=True)).backward()
+        ...     preconditioner.step()
+        ...     sgd.step()
+
+    Args:
+        model: called by the loop.
+        loss: the module that the loop calls, or a likelihood such as `kronfac.Categorical()` if the loop
+            calls a function.
+        damping: what is added to the eigenvalues; a new value counts from the next inverse on.
+        sides: `"both"`, or `"inputs"` for A alone. That takes a forward pass of K-FAC's own for statistics
+            and no backward pass; layers with one Kronecker product are preconditioned, the gradient of
+            every other parameter stays as it is.
+        inverse: for both sides: `"block_diagonal"`, `"ekfac"`, or an `ApproximateInverse`, class or
+            instance, which damps as it says.
+        fisher: for both sides: `"sampled"`, `"empirical"`, `"exact"`, or an instance.
+        factor_interval: steps from one update of A and G to the next.
+        inverse_interval: steps from one inverse to the next. Both are at most a quarter of the steps so
+            far: at first the network changes so fast that an inverse is soon out of date.
+        decay: ceiling of the moving averages' decay min(1 − 1/k, decay) at their k-th update.
+        kl_clip: κ, a bound on the step: gradients are multiplied by ν = min(1, √(κ / (lr² Σ gᵀΔ))), g being
+            the gradient before and Δ after. None for no bound.
+        lr: the learning rate of the optimizer that comes after, for `kl_clip`.
+        grad_scaler: the `GradScaler` that scales the loss, if there is one, or a function that returns its
+            scale. Call its `unscale_(optimizer)` before `step`.
+        params: what is preconditioned: parameters of the model. Others keep their gradients. None for all
+            that are not frozen.
+        statistics_fraction: the share of the mini-batch that A and G are taken on; None for 1/8, or 250
+            examples if that is more.
+
+    `damping`, `kl_clip` and `lr` may also be functions of the number of steps taken.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        *,
+        damping: Schedule = 1e-3,
+        sides: Sides = "both",
+        inverse: str | ApproximateInverse | type[ApproximateInverse] = "block_diagonal",
+        fisher: str | Fisher | type[Fisher] = "sampled",
+        factor_interval: int = 1,
+        inverse_interval: int = LONGEST_INTERVAL,
+        decay: float = 0.95,
+        kl_clip: Schedule | None = None,
+        lr: Schedule | None = None,
+        grad_scaler: Any = None,
+        params: Params | None = None,
+        statistics_fraction: float | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "Preconditioner needs the model itself, whose layers it looks at, not its parameters: "
+                f"Preconditioner(model, loss); got a {type(model).__name__}."
+            )
+        if sides not in get_args(Sides):
+            raise ValueError(f"Preconditioner's sides is one of {get_args(Sides)}; got {sides!r}.")
+        if sides == "inputs" and inverse != "block_diagonal":
+            raise ValueError(
+                "Preconditioner(sides='inputs') has one inverse, (A + damping · I)⁻¹; leave `inverse` out, "
+                f"or use sides='both'. Got {inverse!r}."
+            )
+        if kl_clip is not None and lr is None:
+            raise ValueError(
+                "Preconditioner's kl_clip bounds the step, which lr is a factor of: give lr too, the "
+                "learning rate of the optimizer that comes after, such as "
+                "lr=lambda step: sgd.param_groups[0]['lr']."
+            )
+        for name, count in (
+            ("factor_interval", factor_interval),
+            ("inverse_interval", inverse_interval),
+        ):
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"Preconditioner's {name} is an integer from 1 on; got {count!r}.")
+        refuse_distributed(model)
+        refuse_several_processes()
+        self.damping, self.kl_clip, self.lr = damping, kl_clip, lr
+        self.sides: Sides = sides
+        self.factor_interval, self.inverse_interval = factor_interval, inverse_interval
+        self.steps = 0
+        """Steps taken."""
+        self._updated = self._refreshed = (
+            0  # the steps with the last statistics and the last inverse
+        )
+        chosen = NoTargets() if sides == "inputs" else fisher_of(fisher)
+        self.settings = Settings(
+            inverse=EXACT[inverse]
+            if isinstance(inverse, str) and inverse in EXACT
+            else inverse_of(inverse),
+            fisher=replace(chosen, ema_decay=decay) if chosen.ema_decay is None else chosen,
+            damping=FixedDamping(scheduled("damping", damping, 0)),
+            gamma=FixedGamma(),
+            step_size=RawStep(1.0),
+            acceptance=Acceptance(rejection=None, suspicion=None),
+            statistics_fraction=statistics_fraction,
+            fisher_fraction=statistics_fraction,
+            inverse_interval=None,
+        )
+        self.model = model
+        self._grad_scaler = grad_scaler
+        own = getattr(model, "_orig_mod", model)
+        trained = None if params is None else parameters_in(groups_of(params, own))
+        # Small convolutions and embeddings have an A too, if they have no dense block.
+        blocks = Blocks(dense_limit=0) if sides == "inputs" else Blocks()
+        found = find_units(own, "diagonal", blocks, trained)
+        self.network = Network(
+            own, found.units, found.sites, objective_of(loss), Buffers(own), blocks
+        )
+        self._recorder = StandingRecorder(
+            model, self.network.objective, self.network.parameters, self.network.buffers
+        )
+        weakref.finalize(self, remove_hooks, self._recorder.handles)
+        self._state = saving.initial_state(self.settings, 0.0, self.network.device)
+        self._warned: set[str] = set()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Overwrite `p.grad` of every parameter by the preconditioned gradient.
+
+        If a gradient is not finite, all stay as they are: a `GradScaler` skips such a step.
+
+        Raises:
+            LoopError: there are no gradients, or no call of the model that they are of.
+        """
+        refuse_several_processes()  # a group may have been made since
+        try:
+            with full_precision(self.network.device), self._recorder.paused():
+                self._step()
+        finally:
+            self._recorder.step()
+
+    def _step(self) -> None:
+        refuse_changes(self.network)
+        if all(p.grad is None for p in self.network.parameters):
+            raise LoopError(
+                "Preconditioner.step() replaces gradients, but no parameter has one. Call loss.backward() "
+                "before step(), and zero_grad() after the optimizer's step()."
+            )
+        if self._recorder.watch.added_to_old:
+            self._warn(
+                "zero_grad",
+                "loss.backward() has added to gradients that the last Preconditioner.step() has "
+                "preconditioned, which are now preconditioned again. Call optimizer.zero_grad() before "
+                "each backward(), or once before several micro-batches.",
+            )
+        if not finite([p.grad for p in self.network.parameters]):
+            if self._grad_scaler is None:
+                self._warn(
+                    "gradient",
+                    "A gradient is not finite: Preconditioner.step() has left all gradients as they are. "
+                    "Skip such a step of the optimizer, or look for the mini-batch.",
+                )
+            return
+        state, step = self._state, self.steps + 1
+        updated, refreshed = self._updated, self._refreshed
+        if state.current is None or _due(step, updated, self.factor_interval):
+            evaluation = self._evaluate()
+            if evaluation is None:
+                return  # all gradients are zero
+            state, updated = self._with_statistics(evaluation, state), step
+        if state.current is None or _due(step, refreshed, self.inverse_interval):
+            state, refreshed = self._with_inverse(state), step
+        if state.current is None:
+            return  # told of
+        replace_gradients(self.network.units, state.current.inverse, self._factor)
+        self._state, self.steps = state, step
+        self._updated, self._refreshed = updated, refreshed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, for `torch.save`."""
+        saved = saving.save(self._state, self._units(self.network), self.settings)
+        counts = (self.steps, self._updated, self._refreshed)
+        return {**dict(zip(COUNTS, counts, strict=True)), "sides": self.sides, "kfac": saved}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved state, bit for bit; a state that does not fit changes nothing.
+
+        Raises:
+            StateError: it is of another model, kind of inverse, sides or version, or damaged.
+        """
+        given = state_dict if isinstance(state_dict, dict) else {}
+        counts, sides = [given.get(name, -1) for name in COUNTS], given.get("sides")
+        valid = all(isinstance(n, int) and 0 <= n <= counts[0] for n in counts)
+        if not valid or "kfac" not in given:
+            raise StateError(
+                "Preconditioner.load_state_dict takes what Preconditioner.state_dict returned; got "
+                f"{type(state_dict).__name__} with {sorted(map(str, given))}."
+            )
+        if sides != self.sides:
+            raise StateError(
+                f"The state was saved with sides={sides!r}; this Preconditioner has {self.sides!r}. Make "
+                "one with the same sides."
+            )
+        loaded = saving.load(given["kfac"], self._units(self.network), self.settings, 0.0)
+        self.network = self.network.continued(loaded.order, loaded.state.curvature)
+        self._state = loaded.state
+        self.steps, self._updated, self._refreshed = counts
+
+    def close(self) -> None:
+        """Remove K-FAC's hooks from the model and the loss; there are no steps from then on."""
+        remove_hooks(self._recorder.handles)
+        self._recorder.forget()
+
+    def _factor(self, gradient: Matrices, direction: Matrices) -> float:
+        """ν, by κ and the learning rate of this step."""
+        if self.kl_clip is None or self.lr is None:
+            return 1.0
+        lr = float(self.lr(self.steps) if callable(self.lr) else self.lr)
+        return clip_factor(gradient, direction, scheduled("kl_clip", self.kl_clip, self.steps), lr)
+
+
+def _due(step: int, last: int, interval: int) -> bool:
+    """Whether it is time again, counted as KFAC counts its refreshes."""
+    return step <= FIRST_REFRESHES or step - last >= min(AGE * step, interval)
