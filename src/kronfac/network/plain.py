@@ -6,6 +6,7 @@ attention and oneDNN's LSTM have no forward-mode derivative. Nothing is switched
 `TorchFunctionMode` is its thread's alone, and so is what stands in for checkpoints here.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,7 +90,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(q kᵀ / √d) v by two products and a softmax."""
+    """softmax(q kᵀ / √d + mask) v by two products and a softmax."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # which this kernel would add as 0 and 1
+        zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = zeros.masked_fill(~attn_mask, -math.inf)
     outputs: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
         query,
         key,
