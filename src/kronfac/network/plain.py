@@ -91,7 +91,9 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """softmax(q kᵀ / √d + mask) v by two products and a softmax."""
-    if attn_mask is not None and attn_mask.dtype == torch.bool:  # which this kernel would add as 0 and 1
+    if (
+        attn_mask is not None and attn_mask.dtype == torch.bool
+    ):  # which this kernel would add as 0 and 1
         zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = zeros.masked_fill(~attn_mask, -math.inf)
     outputs: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
