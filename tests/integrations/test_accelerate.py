@@ -15,7 +15,13 @@ accelerate = pytest.importorskip("accelerate")
 
 @pytest.fixture(autouse=True)
 def _no_state_is_left() -> Iterator[None]:
+    """Accelerate keeps its settings for the whole process, the Trainer's among them."""
+    _reset()
     yield
+    _reset()
+
+
+def _reset() -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
 
