@@ -18,6 +18,7 @@ import yaml
 import kronfac
 from kronfac import diagnostics, testing
 from tests.experiments import browser
+from tests.networks.libraries import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -42,6 +43,8 @@ def test_the_examples_of_a_page_run(page, monkeypatch, tmp_path):
     mpl.use("agg")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
+    if "transformers import" in page.read_text():
+        transformers()
     names: dict[str, object] = {}
     for count, code in enumerate(EXAMPLE.findall(page.read_text())):
         for long, short in SMALLER.items():

@@ -8,6 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.networks.libraries import transformers
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -32,3 +34,11 @@ def test_poisson(capsys):
     error = load("poisson").main(steps=40, points=200, width=12)
     assert error < 0.05
     assert "step 40: loss" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_hugging_face(capsys):
+    pytest.importorskip("accelerate")
+    transformers()
+    assert load("hugging_face").main(epochs=8, examples=128) < 1.8
+    assert "loss on new sequences" in capsys.readouterr().out

@@ -23,7 +23,6 @@ from kronfac.curvature import (
 )
 from kronfac.distributed import refuse_distributed, refuse_several_processes
 from kronfac.errors import LoopError, StateError
-from kronfac.evaluation import refuse_changes
 from kronfac.gradient_replacement import (
     Schedule,
     clip_factor,
@@ -41,6 +40,7 @@ from kronfac.network import (
     find_units,
     remove_hooks,
 )
+from kronfac.network.changes import refuse_changes
 from kronfac.objective import objective_of
 from kronfac.precision import full_precision
 from kronfac.preconditioner_curvature import EstimatingCurvature, Sides

@@ -71,6 +71,46 @@ def test_bfloat16_autocast_around_the_forward_pass() -> None:
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
+class OwnAutocast(nn.Module):
+    """A model that opens an autocast in its own forward, as Accelerate makes it."""
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.model, self.enabled = PROBLEM.model(), enabled
+        self.dtypes: list[torch.dtype] = []
+        """Of what it has computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.enabled:
+            return self.model(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs: Tensor = self.model(x)
+        self.dtypes.append(outputs.dtype)
+        return outputs.float()
+
+
+@pytest.mark.parametrize("closure", [True, False], ids=["closure", "loop"])
+def test_bfloat16_autocast_that_the_model_opens(closure: bool) -> None:
+    """K-FAC's own passes are in full precision, as if it were opened around the model."""
+    one, other = OwnAutocast(enabled=False), OwnAutocast(enabled=True)
+    around, within = KFAC(one, PROBLEM.loss_fn), KFAC(other, PROBLEM.loss_fn)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = one(x)
+        return PROBLEM.loss_fn(outputs.float(), y)
+
+    step = step_with_closure if closure else step_without_closure
+    for x, y in PROBLEM.batches(4):
+        step(around, lambda x=x, y=y: loss(x, y))
+        step(within, lambda x=x, y=y: PROBLEM.loss(other, x, y))
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+    assert other.dtypes.count(torch.bfloat16) == 4  # passes of the loop
+    assert len(other.dtypes) > 8
+    assert not torch.is_autocast_enabled("cpu")
+
+
 class Checkpointed(nn.Module):
     """A perceptron whose first half is computed again in the backward pass."""
 

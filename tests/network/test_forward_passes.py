@@ -663,3 +663,16 @@ def test_tensors_of_micro_batches_are_not_kept():
     with record(model, network.objective) as recording:
         closure()
     assert [part.examples for part in recording.batch().passes] == [3, 3]
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["some masked", "a row all masked"])
+def test_attention_with_a_boolean_mask_is_that_of_the_fused_kernel(last: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(3))
+    mask = torch.rand(2, 1, 5, 5) < 0.6
+    mask[..., 0] = True
+    mask[0, 0, 2] = last
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    with PlainKernels():
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

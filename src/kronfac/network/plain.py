@@ -1,4 +1,4 @@
-"""Passes of K-FAC's own in plain operations: no fast path, no gradient checkpointing, no fused kernels.
+"""Passes of K-FAC's own in plain operations: no fast path, checkpoints, fused kernels or half precision.
 
 What a model computes does not change with any of this, but what can be done with it does. The fast path
 of `nn.Transformer*` leaves out padding; reentrant checkpoints have no derivative but their own; fused
@@ -6,6 +6,7 @@ attention and oneDNN's LSTM have no forward-mode derivative. Nothing is switched
 `TorchFunctionMode` is its thread's alone, and so is what stands in for checkpoints here.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,24 +25,40 @@ Function = Callable[..., Any]
 
 @contextmanager
 def own_pass() -> Iterator[None]:
-    """A pass as K-FAC runs it: by the modules' own code, and without reentrant checkpoints.
+    """A pass as K-FAC runs it: by the modules' own code, in full precision, without reentrant checkpoints.
 
     Checkpoints of the other kind stay: they have all derivatives, and save the memory that they are for.
     """
-    with instead_of_checkpoints(_call), _NO_FAST_PATH:
-        yield
+    before = torch._C._is_any_autocast_enabled() and _autocast_kinds()
+    try:
+        with instead_of_checkpoints(_call), _IN_FULL:
+            yield
+    finally:
+        for kind in before or ():
+            torch.set_autocast_enabled(kind, True)
 
 
-class _Present(TorchFunctionMode):
-    """Does nothing: modules with a fast path do not take it if anything looks at torch functions."""
+class _InFull(TorchFunctionMode):
+    """Switches off an autocast that a module opens in its own forward; leaving it restores what was before.
+
+    Modules with a fast path do not take it if anything looks at torch functions.
+    """
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if torch._C._is_any_autocast_enabled():
+            for kind in _autocast_kinds():
+                torch.set_autocast_enabled(kind, False)
         return func(*args, **(kwargs or {}))
 
 
-_NO_FAST_PATH = _Present()
+_IN_FULL = _InFull()
+
+
+def _autocast_kinds() -> list[str]:
+    """The kinds of devices that autocast is enabled for."""
+    return [kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.is_autocast_enabled(kind)]
 
 
 # ------------------------------------------------------------------------------------- plain kernels
@@ -73,7 +90,12 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(q kᵀ / √d) v by two products and a softmax."""
+    """softmax(q kᵀ / √d + mask) v by two products and a softmax."""
+    if (
+        attn_mask is not None and attn_mask.dtype == torch.bool
+    ):  # which this kernel would add as 0 and 1
+        zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = zeros.masked_fill(~attn_mask, -math.inf)
     outputs: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
         query,
         key,

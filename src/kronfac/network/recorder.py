@@ -130,6 +130,7 @@ class Recording(TorchFunctionMode):
     ) -> Any:
         """See every torch function that this thread calls."""
         kwargs = kwargs or {}
+        self.mixed = self.mixed or (self._depth > 0 and mixed(self._device))
         if func in JOINED:
             with self:
                 return JOINED[func](self._depth > 0, *args, **kwargs)

@@ -20,9 +20,10 @@ from kronfac.network.between import Known, trace_back
 from kronfac.network.nested import tensors_of
 from kronfac.network.program import Batch, ModelCall
 from kronfac.network.recorded_calls import Arrival, CallRecording, Calls, assemble, joined
-from kronfac.network.side_effects import Buffers
+from kronfac.network.side_effects import Buffers, device_of
 from kronfac.network.standing_hooks import stand_by
 from kronfac.objective import LISTENERS, Likelihood, Objective, observe
+from kronfac.precision import mixed
 
 _RECORDERS = count()
 
@@ -58,6 +59,7 @@ class StandingRecorder:
         self._running = _Running()
         self._paused = 0
         self._looks_inside = True  # of the model, for losses
+        self._mixes_inside = False  # whether the model opens an autocast of its own
         self._arriving: list[tuple[Arrival | Calls, int, Tensor]] = []
         self._arrivals: list[Arrival] = []
         self._outputs: dict[Calls, dict[int, Tensor]] = {}
@@ -118,7 +120,9 @@ class StandingRecorder:
             if torch.is_grad_enabled():
                 # The compiler would trace a mode.
                 compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-                recording = self._recording(mode=self._looks_inside and not compiled)
+                looks_inside = self._looks_inside and not compiled
+                recording = self._recording(mode=looks_inside)
+                recording.mixed = self._mixes_inside and not looks_inside
                 self._recognize((args, kwargs), recording)
                 recording.buffer_versions = self._buffers.versions()
                 recording.before_model("", module, args, kwargs)
@@ -133,6 +137,7 @@ class StandingRecorder:
         recording = self._leave()
         if recording is None:
             return
+        self._mixes_inside = recording.mixed and not mixed(device_of(self.model))
         recording.after_model("", module, args, kwargs, outputs)
         self._buffers.note_writes(recording.buffer_versions)
         call = recording.steps[-1] if recording.steps else None
