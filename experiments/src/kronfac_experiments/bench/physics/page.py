@@ -28,7 +28,7 @@ SIZE = (4.6, 3.2)
 LEVELS = (1e-3, 1e-4, 1e-5, 1e-6)
 """Errors that the time to is given of."""
 METHOD = (
-    'K-FAC is KFAC(model, loss), nothing else given, and the same with fisher="exact". Points are drawn '
+    "K-FAC is KFAC(model, loss), nothing else given. Points are drawn "
     "once and are the same for all; every step is over all of them. The loss is the mean squared residual "
     f"plus {WEIGHT:g} times the mean squared difference at the boundary and at the start. Error: "
     "‖u − u*‖ / ‖u*‖ over 4,000 other points, of the current parameters. Median of the seeds "
