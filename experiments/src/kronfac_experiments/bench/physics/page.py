@@ -13,10 +13,9 @@ from kronfac_experiments.bench.physics.equations import WEIGHT, Equation
 from kronfac_experiments.bench.physics.methods import METHODS, Method
 from kronfac_experiments.bench.physics.runs import MARKS, Trial, Trials, best_setting
 from kronfac_experiments.pages.document import Picture, Table, spread
-from kronfac_experiments.pages.drawn import BLACK, BLUE, GREEN, SKY, VERMILION, Style, png
+from kronfac_experiments.pages.drawn import BLACK, BLUE, GREEN, VERMILION, Style, png
 
 STYLES = (
-    Style(SKY, "--", "o"),
     Style(BLUE, "-", "o"),
     Style(GREEN, "-.", "^"),
     Style(BLACK, ":", "d"),
