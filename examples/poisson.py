@@ -31,7 +31,7 @@ def main(steps: int = 600, points: int = 900, width: int = 32) -> float:
     boundary[torch.arange(120), torch.arange(120) % 2] = (torch.arange(120) // 2 % 2).double()
     f = -2 * math.pi**2 * solution(inside)
 
-    optimizer = kronfac.KFAC(u, nn.MSELoss(), fisher="exact")
+    optimizer = kronfac.KFAC(u, nn.MSELoss())
 
     def closure() -> Tensor:
         optimizer.zero_grad()

@@ -10,7 +10,9 @@ from torch.testing import assert_close
 
 import kronfac
 from kronfac.errors import UnsupportedModelError
+from kronfac.objective.gaussian import Residual
 from kronfac.physics import Sin, WithDerivatives
+from kronfac.testing import check_likelihood
 from tests.conftest import normal
 
 ACTIVATIONS = [nn.Tanh, nn.Sigmoid, nn.SiLU, nn.GELU, nn.Softplus, nn.Identity, Sin]
@@ -61,6 +63,12 @@ def test_the_laplacian():
     assert_same(
         network, normal(7, 5), "laplacian", lambda H: H.diagonal(dim1=1, dim2=2).sum(-1)[:, None]
     )
+
+
+@pytest.mark.parametrize("i", [0, 1])
+def test_the_second_derivative_by_one_input(i):
+    network, x = perceptron(2, 5, 4, 3), normal(6, 2)
+    assert_same(network, x, [(i, i)], lambda d: d[:, i, i].unsqueeze(1))
 
 
 def test_weighted_sums_of_second_derivatives():
@@ -204,3 +212,23 @@ def test_what_it_can_not_differentiate_is_refused(module, message):
 def test_second_derivatives_that_there_are_not_are_refused(second, message):
     with pytest.raises(ValueError, match=message):
         WithDerivatives(nn.Sequential(nn.Linear(2, 1)), second)
+
+
+def test_residuals_of_one_number_have_the_exact_fisher_as_it_comes():
+    """Targets are drawn as z ± σ, and the second moment of one number's score is 1/σ² by either sign."""
+    x, b = normal(20, 2), normal(6, 2, seed=4)
+    found = []
+    for fisher in ("sampled", "exact"):
+        u = WithDerivatives(perceptron(2, 4, 1))
+        optimizer = kronfac.KFAC(u, nn.MSELoss(), fisher=fisher)
+        closure = residual_closure(u, optimizer, x, b)
+        for _ in range(3):
+            optimizer.step(closure)
+        found.append([V for block in optimizer._state.curvature.blocks for V in (block.A, block.G)])
+    for V, expected in zip(*found, strict=True):
+        assert_close(V, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("variance", [0.5, 2.0])
+def test_draws_by_signs_have_the_fisher_of_normal_ones(variance):
+    check_likelihood(Residual(variance), normal(5, 3))

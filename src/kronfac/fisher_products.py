@@ -9,12 +9,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kronfac.linearization import linearize
+from kronfac.linearization import Linearizer
 from kronfac.network import Batch, Matrices, Network
 
 
 def fisher_gram(
-    network: Network, batch: Batch, directions: Sequence[Matrices], factor: float = 1.0
+    network: Network,
+    batch: Batch,
+    directions: Sequence[Matrices],
+    factor: float = 1.0,
+    around: Linearizer | None = None,
 ) -> Tensor:
     """The matrix of v_iᵀ F v_j for all pairs of directions, (k, k), float64, on the device.
 
@@ -23,10 +27,12 @@ def fisher_gram(
         batch: the examples, S₂.
         directions: the vectors.
         factor: what the terms count: examples of the whole mini-batch over those of S₂.
+        around: what statistics on the same examples have kept.
     """
+    around = around or Linearizer(network)
     gram: Tensor | None = None
     for part in batch.passes:
-        view = linearize(network, part)
+        view = around(part)
         tangents = view.jvp(directions)
         for terms, z, Jv in zip(part.terms, view.outputs, tangents, strict=True):
             scale = terms.scale or 1.0
@@ -39,12 +45,17 @@ def fisher_gram(
 
 
 def fisher_product(
-    network: Network, batch: Batch, vector: Matrices, factor: float = 1.0
+    network: Network,
+    batch: Batch,
+    vector: Matrices,
+    factor: float = 1.0,
+    around: Linearizer | None = None,
 ) -> Matrices:
     """F v = Jᵀ F_R J v: the forward-mode pass, and a backward pass from F_R J v."""
+    around = around or Linearizer(network)
     total = tuple(torch.zeros_like(V) for V in vector)
     for part in batch.passes:
-        view = linearize(network, part)
+        view = around(part)
         products = [
             terms.weigh(terms.likelihood.fisher_product(z, Jv[0]))
             for terms, z, Jv in zip(part.terms, view.outputs, view.jvp([vector]), strict=True)

@@ -82,6 +82,8 @@ class WithDerivatives(nn.Module):
 
     _pairs: Tensor
     _mixed: Tensor
+    _squares: tuple[int, int] | None
+    """From which input up to which one Σᵢ ∂ᵢ∂ᵢ is all there is; None if it is not."""
 
     def __init__(
         self,
@@ -96,6 +98,7 @@ class WithDerivatives(nn.Module):
         # Products ∂ᵢs ∂ⱼs that no second derivative needs are left out.
         pairs = (C.abs().sum(dim=0) > 0).nonzero()  # (pairs, 2)
         mixed = C[:, pairs[:, 0], pairs[:, 1]]  # (second derivatives, pairs)
+        self._squares = _range_of_squares(C)
         self.register_buffer("_pairs", pairs.to(weight.device), persistent=False)
         self.register_buffer("_mixed", mixed.to(weight), persistent=False)
 
@@ -113,9 +116,7 @@ class WithDerivatives(nn.Module):
                 slopes = functional.linear(slopes, module.weight)
                 continue
             value, steepness, curvature = _slopes_of(module)(value)
-            first = slopes[:, :inputs]
-            i, j = self._pairs.unbind(dim=1)
-            second = curvature.unsqueeze(1) * (self._mixed @ (first[:, i] * first[:, j]))
+            second = curvature.unsqueeze(1) * self._products(slopes[:, :inputs])
             slopes = steepness.unsqueeze(1) * slopes
             if bent:
                 second = second + slopes[:, inputs:]
@@ -126,6 +127,17 @@ class WithDerivatives(nn.Module):
                 [slopes, slopes.new_zeros(count, len(self._mixed), slopes.shape[2])], dim=1
             )
         return Jet(value, slopes[:, :inputs], slopes[:, inputs:])
+
+    def _products(self, first: Tensor) -> Tensor:
+        """Σ_ij C_kij ∂ᵢs ∂ⱼs, (points, second derivatives, features)."""
+        if (
+            self._squares is not None
+        ):  # a sum, which is faster than a product with so small a matrix
+            start, stop = self._squares
+            squares = first[:, start:stop].square()
+            return squares if stop - start == 1 else squares.sum(dim=1, keepdim=True)
+        i, j = self._pairs.unbind(dim=1)
+        return self._mixed @ (first[:, i] * first[:, j])
 
 
 def _tanh(s: Tensor) -> Slopes:
@@ -236,3 +248,14 @@ def _coefficients(second: str | Sequence[tuple[int, int]] | Tensor, inputs: int)
             )
         C[k, i, j] = 1.0
     return C
+
+
+def _range_of_squares(C: Tensor) -> tuple[int, int] | None:
+    """From which input up to which one C is the only second derivative's Σᵢ ∂ᵢ∂ᵢ, if it is that."""
+    used = C[0].diagonal().nonzero().flatten().tolist() if len(C) == 1 else []
+    if not used:
+        return None
+    start, stop = used[0], used[-1] + 1
+    expected = torch.zeros_like(C)
+    expected[0].diagonal()[start:stop] = 1.0
+    return (start, stop) if torch.equal(C, expected) else None

@@ -26,6 +26,7 @@ from kronfac.curvature.damping_by_unit import DampedByUnit
 from kronfac.evaluation import Point, RefusedError
 from kronfac.fisher_products import fisher_gram, fisher_product
 from kronfac.linalg import OuterProduct, low_rank_pays
+from kronfac.linearization import Linearizer
 from kronfac.model_numbers import Along, model_numbers
 from kronfac.network import Batch, Matrices, Network
 from kronfac.report import Stopwatch
@@ -77,6 +78,8 @@ class Proposer:
     watch: Stopwatch
     clip: float | None = None
     """The radius of a trust region in the Fisher norm."""
+    around: Linearizer | None = None
+    """What the statistics have kept of J, if they are of the same examples."""
 
     def propose(
         self, gamma: float, inverse: DampedInverse, decayed: Matrices | None = None
@@ -90,7 +93,7 @@ class Proposer:
         with self.watch("direction"):
             directions = self._directions(inverse, decayed)
         with self.watch("fisher_products"):
-            gram = fisher_gram(self.network, self.examples, directions, self._factor)
+            gram = fisher_gram(self.network, self.examples, directions, self._factor, self.around)
         with self.watch("step_size"):
             found = model_numbers(point, self.curvature, directions, gram, rule.bounded)
             if found is None:
@@ -124,7 +127,9 @@ class Proposer:
         if self.clip is not None:
             fisher = quadratic_form(found.fisher, step.coefficients)
             if rule.cg_steps > 1:  # not along the two directions
-                fisher = float(fisher_gram(self.network, self.examples, [delta], self._factor))
+                fisher = float(
+                    fisher_gram(self.network, self.examples, [delta], self._factor, self.around)
+                )
             step, cut = clip_to_radius(step, fisher, self.clip)
             slope *= cut
             _shorten(delta, momentum, cut)
@@ -208,7 +213,7 @@ class Proposer:
     def _product(self, v: Matrices) -> Matrices:
         """(F + λI + H) v on S₂, H the diagonal matrix of η."""
         m = self.measurement
-        Fv = fisher_product(self.network, self.examples, v, self._factor)
+        Fv = fisher_product(self.network, self.examples, v, self._factor, self.around)
         decay = self.point.evaluation.weight_decay
         if not decay.uniform:
             parts = decay.times(self.network.parameters, self.network.split(v))
@@ -218,7 +223,7 @@ class Proposer:
 
     def model_along(self, delta: Matrices) -> Along:
         """M along a step that is none of `propose`'s, for one more J v."""
-        gram = fisher_gram(self.network, self.examples, [delta], self._factor)
+        gram = fisher_gram(self.network, self.examples, [delta], self._factor, self.around)
         found = model_numbers(self.point, self.curvature, [delta], gram, self.rule.bounded)
         if found is None:
             raise RefusedError("The curvature of the step is not finite.")

@@ -6,7 +6,7 @@ The last step has been validated before (`validation.py`). Pure: what a step fin
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ from kronfac.evaluation import Evaluation, Point
 from kronfac.first_damping import first_lambda
 from kronfac.groups import PerParameter
 from kronfac.learning_rate import ONE, apply_rates
-from kronfac.linearization import linearize
+from kronfac.linearization import Linearizer, can_be_explicit
 from kronfac.measure import measure
-from kronfac.network import Batch, Matrices, Network, sizes, subsets
+from kronfac.network import Batch, Matrices, Network, Pass, sizes, subsets
 from kronfac.proposal import Proposal, Proposer
 from kronfac.report import Event, EventKind, StepReport, Stopwatch
 from kronfac.settings import Settings
@@ -63,11 +63,13 @@ def compute_step(
     with watch("reduction_ratio"):
         step_state = _compare_average(settings, evaluation, before.step, m)
     with watch("statistics"):
-        S1, S2 = curvature_examples(settings, evaluation, m)
-        curvature, current, generator = update_curvature(settings, evaluation, S1, before, m)
+        S1, S2, around = curvature_examples(settings, evaluation, m)
+        curvature, current, generator = update_curvature(
+            settings, evaluation, S1, before, m, around
+        )
         before = replace(before, current=current)
     proposer = Proposer(
-        point, S2, curvature, settings.step_size, step_state, m, watch, settings.clip
+        point, S2, curvature, settings.step_size, step_state, m, watch, settings.clip, around
     )
     trials = 0
     if m.iteration == 1 and (settings.damping.search is not None or math.isnan(m.lambda_)):
@@ -159,8 +161,8 @@ def compute_step(
 
 def curvature_examples(
     settings: Settings, evaluation: Evaluation, m: Measurement
-) -> tuple[Batch, Batch]:
-    """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8]."""
+) -> tuple[Batch, Batch, Linearizer]:
+    """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8]; and how passes over them are made."""
     batch = evaluation.batch
     fractions = settings.shares(
         m.examples, batch.most_terms, convolutional=evaluation.network.convolutional
@@ -168,16 +170,25 @@ def curvature_examples(
     if batch.random and not batch.traced:
         # Statistics and J v have to see the same masks, which depend on the examples of a pass.
         fractions = fractions[1], fractions[1]
+    explicit = can_be_explicit(evaluation.network, batch)
+    if explicit and settings.statistics_fraction is None:
+        # J v is then a by-product of the statistics, if they are of the same examples.
+        fractions = fractions[1], fractions[1]
     generator = None
     if not settings.first_examples:
         # A generator of its own, so that the targets' stream stays as it is; no state to be saved.
         generator = torch.Generator().manual_seed(SUBSET_SEEDS * settings.fisher.seed + m.iteration)
     S1, S2 = subsets(evaluation.network, batch, sizes(batch, *fractions), generator)
-    return S1, S2
+    return S1, S2, Linearizer(evaluation.network, keeps=explicit and S1 is S2)
 
 
 def update_curvature(
-    settings: Settings, evaluation: Evaluation, S1: Batch, before: State, m: Measurement
+    settings: Settings,
+    evaluation: Evaluation,
+    S1: Batch,
+    before: State,
+    m: Measurement,
+    around: Linearizer,
 ) -> tuple[Curvature, CurrentInverse | None, Tensor]:
     """The moving averages with S₁ in them [§5], the inverse in use, and the generator's new state.
 
@@ -196,7 +207,7 @@ def update_curvature(
     curvature = estimate(
         Sample(
             S1.passes,
-            partial(linearize, network),
+            lambda part: around.for_statistics(cast(Pass, part)),
             factor=m.examples / S1.examples,
             nothing=network.unused,
         ),

@@ -2,13 +2,17 @@
 
 from kronfac.linearization.base import Linearization
 from kronfac.linearization.by_hand import ByHand, Trace, trace_of
+from kronfac.linearization.explicit import Explicit, Linearizer, can_be_explicit, linearize
 from kronfac.linearization.traced import Traced
-from kronfac.network import Network, Pass
 
-__all__ = ["ByHand", "Linearization", "Trace", "Traced", "linearize"]
-
-
-def linearize(network: Network, part: Pass) -> Linearization:
-    """The network around θ on one micro-batch."""
-    trace = trace_of(network, part)
-    return Traced(network, part) if trace is None else ByHand(part, trace)
+__all__ = [
+    "ByHand",
+    "Explicit",
+    "Linearization",
+    "Linearizer",
+    "Trace",
+    "Traced",
+    "can_be_explicit",
+    "linearize",
+    "trace_of",
+]

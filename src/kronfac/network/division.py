@@ -133,8 +133,7 @@ def slicing(network: Network, part: Pass) -> str:
     """The same by its name."""
     if any(call.trace is not None for call in part.calls):
         return "every"
-    sizes = [replace(part, dim=dim).examples for dim in (0, 1)]
-    key = _signature(part, sizes)
+    key = part.signature
     if key not in network.learned.slicing:
         network.learned.slicing[key] = _try(network, part)
     return network.learned.slicing[key]
@@ -157,25 +156,6 @@ def arrange(network: Network, batch: Batch) -> Batch:
         apart = division is not None and division.interleaved and division.dim == moved.dim
         passes.append(replace(moved, interleaved=True) if apart else moved)
     return replace(batch, passes=tuple(passes))
-
-
-def _signature(part: Pass, sizes: Sequence[int]) -> object:
-    """What passes that are divided alike have in common."""
-    given = [(step.args, step.kwargs) for step in part.steps]
-    leaves, spec = pytree.tree_flatten(given)
-    shapes = tuple(
-        tuple((n == sizes[0], n == sizes[1]) for n in leaf.shape)
-        if isinstance(leaf, Tensor)
-        else None
-        for leaf in leaves
-    )
-    # Not how many terms an example has: sequences of other lengths need no trial of their own.
-    terms = tuple(
-        (len(t.shape), t.count == 0, *((t.count % n == 0, t.count == n) for n in sizes))
-        for t in part.terms
-    )
-    paths = tuple(call.path for call in part.calls)
-    return str(spec), shapes, paths, terms, tuple(n > 1 for n in sizes)
 
 
 @torch.no_grad()

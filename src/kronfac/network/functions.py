@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from kronfac.network.by_example import PLAIN, Elementwise, Layout
 from kronfac.network.find import Site
+from kronfac.network.nested import tensor_leaves
 from kronfac.network.order import Orders
 from kronfac.network.unit import Unit
 from kronfac.network.uses import Uses
@@ -107,15 +107,13 @@ class SeeFunctions(TorchFunctionMode):
 
     def follow(self, func: Function, args: Any, kwargs: Any, result: Any) -> None:
         """Remember what was made of parameters, or that they were used in a way that is not understood."""
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves = list(tensor_leaves((args, kwargs)))
         own = [leaf for leaf in leaves if self.parameter(leaf) is not None]
         others = [found.roots for leaf in leaves if (found := self.derived(leaf)) is not None]
         roots = [*own, *(root for found in others for root in found)]
         if not roots:
             return
-        results = [
-            x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad
-        ]
+        results = [x for x in tensor_leaves(result) if x.requires_grad]
         alone = all(
             self.parameter(x) is not None or self.derived(x) or self.orders.is_table(x)
             for x in leaves

@@ -5,11 +5,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 DEPTH = 4
 """How many objects inside of each other are opened."""
+
+_NUMBERS = frozenset({int, float, bool, str, type(None), slice, type(...), torch.dtype})
+"""Types of what is inside of arguments and has nothing in it."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +31,13 @@ def map_leaves(value: Any, change: Callable[[Any], Any], depth: int = DEPTH) -> 
     # What is usual first: `tree_map` is slow.
     if isinstance(value, Tensor | Ref):
         return change(value)
-    if type(value) is tuple and value and type(value[-1]) is dict and not value[-1]:
-        # Arguments, and keyword arguments of which there are none.
-        return (*(map_leaves(item, change, depth) for item in value[:-1]), value[-1])
-    if not isinstance(value, Tensor) and type(value) in (tuple, dict) and not value:
-        return value
-    if type(value) is tuple and all(isinstance(item, Tensor | Ref) for item in value):
-        return tuple(map(change, value))
+    kind = type(value)
+    if kind in _NUMBERS:
+        return change(value)
+    if kind is tuple:
+        return tuple([map_leaves(item, change, depth) for item in value])
+    if kind is dict:
+        return {name: map_leaves(item, change, depth) for name, item in value.items()}
 
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor | Ref):
@@ -65,6 +69,20 @@ def tensors_of(value: Any) -> list[Tensor]:
 
     map_leaves(value, note)
     return found
+
+
+def tensor_leaves(value: Any) -> Iterator[Tensor]:
+    """The tensors in containers, as pytree knows them; other objects are not opened."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        yield value
+    elif kind is tuple or kind is list:
+        for item in value:
+            yield from tensor_leaves(item)
+    elif kind is dict:
+        yield from tensor_leaves(list(value.values()))
+    elif kind not in _NUMBERS:
+        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def refs_of(value: Any) -> list[int]:

@@ -160,6 +160,25 @@ class Pass:
         """The terms of every loss call."""
         return [loss.terms for loss in self.losses]
 
+    @cached_property
+    def signature(self) -> object:
+        """What passes have in common that are divided into examples alike (`division.py`)."""
+        sizes = [replace(self, dim=dim).examples for dim in (0, 1)]
+        leaves, spec = pytree.tree_flatten([(step.args, step.kwargs) for step in self.steps])
+        shapes = tuple(
+            tuple((n == sizes[0], n == sizes[1]) for n in leaf.shape)
+            if isinstance(leaf, Tensor)
+            else None
+            for leaf in leaves
+        )
+        # Not how many terms an example has: sequences of other lengths need no trial of their own.
+        terms = tuple(
+            (len(t.shape), t.count == 0, *((t.count % n == 0, t.count == n) for n in sizes))
+            for t in self.terms
+        )
+        paths = tuple(call.path for call in self.calls)
+        return str(spec), shapes, paths, terms, tuple(n > 1 for n in sizes)
+
     def run(self, model: Function) -> list[Tensor]:
         """The outputs that every loss call gets, in its own layout; `model` is called as the model was."""
         values: dict[int, Tensor] = {}

@@ -47,3 +47,17 @@ class Gaussian(Likelihood):
 
     def extra_repr(self) -> str:
         return f"variance={self.variance}"
+
+
+class Residual(Gaussian):
+    """The same for outputs that are residuals, with targets drawn as z ± σ, each output by itself.
+
+    E[r rᵀ] = F_R as for normal draws. If a term is a single number, r² = 1/σ² whatever is drawn: the
+    sampled Fisher is the exact one, at the same cost.
+    """
+
+    def noise(
+        self, draws: int, outputs: torch.Size, like: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        signs = torch.randint(2, (draws, *outputs), device=like.device, generator=generator)
+        return (2 * signs - 1).to(like.dtype)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from kronfac.errors import TargetError
-from kronfac.objective.gaussian import Gaussian
+from kronfac.objective.gaussian import Residual
 from kronfac.objective.losses import READERS
 from kronfac.objective.reduction import elementwise, is_mean
 from kronfac.objective.terms import Terms
@@ -64,8 +64,8 @@ def _read(residual: Tensor, weight: float | Tensor = 1.0, *, reduction: str = "m
     zeros = torch.zeros_like(residual)
     weights = _expanded(residual, weight)
     if isinstance(weights, Tensor):
-        return elementwise(Gaussian(variance=0.5), residual, zeros, mean, weights)
-    terms = elementwise(Gaussian(variance=0.5), residual, zeros, mean)
+        return elementwise(Residual(variance=0.5), residual, zeros, mean, weights)
+    terms = elementwise(Residual(variance=0.5), residual, zeros, mean)
     return replace(terms, scale=terms.scale * weights)
 
 

@@ -22,7 +22,7 @@ class PhysicsConfig:
     """K-FAC beside Adam, SOAP and L-BFGS on differential equations with known solutions, in equal seconds.
 
     What counts is the relative L² error against the solution, on points that are not trained on. The
-    learning rates of Adam and SOAP and the history of L-BFGS are the best of four and of three, on another
+    learning rates of Adam and SOAP and the history of L-BFGS are the best of five and of four, on another
     start. K-FAC is not tuned. What has run is not run again; other processes may run other equations in the
     same folder, and a last command with all of them writes the page.
     """

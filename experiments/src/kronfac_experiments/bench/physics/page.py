@@ -13,10 +13,9 @@ from kronfac_experiments.bench.physics.equations import WEIGHT, Equation
 from kronfac_experiments.bench.physics.methods import METHODS, Method
 from kronfac_experiments.bench.physics.runs import MARKS, Trial, Trials, best_setting
 from kronfac_experiments.pages.document import Picture, Table, spread
-from kronfac_experiments.pages.drawn import BLACK, BLUE, GREEN, SKY, VERMILION, Style, png
+from kronfac_experiments.pages.drawn import BLACK, BLUE, GREEN, VERMILION, Style, png
 
 STYLES = (
-    Style(SKY, "--", "o"),
     Style(BLUE, "-", "o"),
     Style(GREEN, "-.", "^"),
     Style(BLACK, ":", "d"),
@@ -28,7 +27,7 @@ SIZE = (4.6, 3.2)
 LEVELS = (1e-3, 1e-4, 1e-5, 1e-6)
 """Errors that the time to is given of."""
 METHOD = (
-    'K-FAC is KFAC(model, loss), nothing else given, and the same with fisher="exact". Points are drawn '
+    "K-FAC is KFAC(model, loss), nothing else given. Points are drawn "
     "once and are the same for all; every step is over all of them. The loss is the mean squared residual "
     f"plus {WEIGHT:g} times the mean squared difference at the boundary and at the start. Error: "
     "‖u − u*‖ / ‖u*‖ over 4,000 other points, of the current parameters. Median of the seeds "
