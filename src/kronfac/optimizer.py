@@ -221,7 +221,8 @@ class KFAC(LateOptimizer):
         things worse, it is rolled back, and this gradient is not used.
 
         With a closure, that computes loss and gradients on the mini-batch, as for L-BFGS, and is called
-        again after a rollback; `step` returns what it returned.
+        again after a rollback; `step` returns what it returned. If it adds to the gradients of micro-batches
+        before it, as Lightning has it, it is the end of a loop without a closure.
 
         From a loss or a gradient that is not finite no step is taken: parameters and state stay as they
         were, and `report.refused` says so. With a learning rate of 0 in all groups nothing moves, and
@@ -238,8 +239,10 @@ class KFAC(LateOptimizer):
             return None
         refuse_several_processes()  # a group may have been made since
         try:
+            ended, returned = self._ends_loop(closure)
             with full_precision(self.network.device) as callers, self._recorder.paused():
-                return self._step(closure, callers)
+                result = self._step(None if ended else closure, callers)
+            return returned if ended else result
         finally:
             self._recorder.step()
 
@@ -275,6 +278,19 @@ class KFAC(LateOptimizer):
             return
         remove_hooks(self._recorder.handles)
         self._recorder.forget()
+
+    def _ends_loop(self, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
+        """Whether a closure has the last of several micro-batches; if so it is called, and this is its loss.
+
+        If it drops the gradients before it, these were not for this step: it will be called again.
+        """
+        earlier = self._recorder.records
+        if closure is None or not earlier:
+            return False, None
+        with torch.enable_grad():
+            returned = closure()
+        kept = {id(record) for record in self._recorder.records}
+        return all(id(record) in kept for record in earlier), returned
 
     @property
     def _own_model(self) -> nn.Module:
