@@ -98,7 +98,9 @@ def test_gradients_are_clipped_in_half_precision(lightning):
 def test_half_precision_trains(lightning, plugin):
     module = classifier(lightning, torch.float32)
     kind = half_precision if plugin else lambda d: lightning.plugins.MixedPrecision("16-mixed", d)
-    lightning.Trainer(max_epochs=8, plugins=[kind("cpu")], **QUIET).fit(module, problem.loader(dtype=torch.float32))
+    lightning.Trainer(max_epochs=8, plugins=[kind("cpu")], **QUIET).fit(
+        module, problem.loader(dtype=torch.float32)
+    )
     assert problem.loss_of(module.model) < problem.REACHED
 
 

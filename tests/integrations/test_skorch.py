@@ -34,7 +34,13 @@ class Net(nn.Module):
 
 
 def net(skorch: Any, **settings: Any) -> Any:
-    options = {"optimizer": kfac, "lr": 1.0, "max_epochs": problem.EPOCHS, "train_split": None, **settings}
+    options = {
+        "optimizer": kfac,
+        "lr": 1.0,
+        "max_epochs": problem.EPOCHS,
+        "train_split": None,
+        **settings,
+    }
     return skorch.NeuralNetClassifier(
         Net, criterion=nn.CrossEntropyLoss, batch_size=64, verbose=0, **options
     )

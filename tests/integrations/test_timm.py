@@ -51,5 +51,5 @@ def test_a_network_and_a_scheduler_of_timms():
         loss.backward()
         optimizer.step()
         scheduler.step(epoch + 1)
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0]

@@ -7,6 +7,7 @@ Lightning refuses to clip gradients for optimizers that unscale them themselves,
 
 from typing import Any
 
+from kronfac.grad_scaler import UNSCALED_BY
 from kronfac.optimizer import KFAC
 
 
@@ -24,12 +25,21 @@ def half_precision(device: str = "cuda", **options: Any) -> Any:
     class UnscalingPrecision(MixedPrecision):  # type: ignore[misc, unused-ignore]
         """Unscales the gradients of a `KFAC` before they are clipped."""
 
-        def clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, *given: Any, **named: Any) -> None:
+        def clip_gradients(
+            self, optimizer: Any, clip_val: Any = 0.0, *given: Any, **named: Any
+        ) -> None:
             if clip_val and clip_val > 0 and isinstance(optimizer, KFAC):
+                setattr(optimizer, UNSCALED_BY, self.scaler.get_scale())
                 self.scaler.unscale_(optimizer)
                 # Past the refusal, which is of gradients that are still scaled.
                 super(MixedPrecision, self).clip_gradients(optimizer, clip_val, *given, **named)
             else:
                 super().clip_gradients(optimizer, clip_val, *given, **named)
+
+        def optimizer_step(self, optimizer: Any, *given: Any, **named: Any) -> Any:
+            try:
+                return super().optimizer_step(optimizer, *given, **named)
+            finally:
+                vars(optimizer).pop(UNSCALED_BY, None)
 
     return UnscalingPrecision("16-mixed", device, **options)
