@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-
 UNSCALED_BY = "_unscaled_by"
 """The attribute of an optimizer, for the time of one step, that says what gradients were divided by."""
 

@@ -221,8 +221,8 @@ class KFAC(LateOptimizer):
         things worse, it is rolled back, and this gradient is not used.
 
         With a closure, that computes loss and gradients on the mini-batch, as for L-BFGS, and is called
-        again after a rollback; `step` returns what it returned. If it adds to the gradients of micro-batches
-        before it, as Lightning has it, it is the end of a loop without a closure.
+        again after a rollback; `step` returns what it returned. If it adds to the gradients of
+        micro-batches before it, as with Lightning, it is the end of a loop without a closure.
 
         From a loss or a gradient that is not finite no step is taken: parameters and state stay as they
         were, and `report.refused` says so. With a learning rate of 0 in all groups nothing moves, and
@@ -280,7 +280,7 @@ class KFAC(LateOptimizer):
         self._recorder.forget()
 
     def _ends_loop(self, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
-        """Whether a closure has the last of several micro-batches; if so it is called, and this is its loss.
+        """Whether a closure, which is called, has the last of several micro-batches; and its loss.
 
         If it drops the gradients before it, these were not for this step: it will be called again.
         """

@@ -70,12 +70,12 @@ def test_the_columns_are_the_derivatives(dde):
 
 
 def test_derivatives_that_k_fac_can_not_see_are_refused(dde, capsys):
-    with pytest.raises(UnsupportedModelError, match="derivatives that dde.grad takes"):
+    with pytest.raises(UnsupportedModelError, match=r"derivatives that dde\.grad takes"):
         integration.kfac(dde.nn.FNN([1, 8, 1], "tanh", "Glorot uniform"))
     net = network()
     model = poisson(dde, lambda x, y: dde.grad.hessian(y, x), net)
     model.compile(integration.kfac(net), loss=integration.squared_error)
-    with pytest.raises(RuntimeError, match="does not require grad|not to have been used"):
+    with pytest.raises(RuntimeError, match=r"does not require grad|not to have been used"):
         model.train(iterations=1)
     net.apply_output_transform(lambda x, y: x * y)
     with pytest.raises(UnsupportedModelError, match="no feature or output transform"):

@@ -56,7 +56,7 @@ def network(
 
 
 def squared_error(y_true: Tensor, y_pred: Tensor) -> Tensor:
-    """The mean squared error, for `model.compile(loss=…)`; DeepXDE's own "MSE" is one that K-FAC can't see."""
+    """The mean squared error, for `model.compile(loss=…)`; K-FAC can't see DeepXDE's own."""
     return functional.mse_loss(y_pred, y_true)
 
 
@@ -72,8 +72,8 @@ def kfac(net: nn.Module, **settings: Any) -> KFAC:
     """
     if not isinstance(getattr(net, "columns", None), JetColumns):
         raise UnsupportedModelError(
-            "KFAC can't see derivatives that dde.grad takes of a network's outputs, so that their curvature "
-            f"would be another one's; got a {type(net).__name__}. Make the network with "
+            "KFAC can't see derivatives that dde.grad takes of a network's outputs, nor their curvature; "
+            f"got a {type(net).__name__}. Make the network with "
             "kronfac.integrations.deepxde.network, which returns them. For problems without derivatives, "
             "use kronfac.KFAC(net, torch.nn.MSELoss())."
         )

@@ -12,7 +12,7 @@ from kronfac.optimizer import KFAC
 
 
 def half_precision(device: str = "cuda", **options: Any) -> Any:
-    """A precision plugin for `Trainer(plugins=…)`: float16, with gradients unscaled before they are clipped.
+    """A precision plugin for `Trainer(plugins=…)`: float16, gradients unscaled before they are clipped.
 
     In the place of `precision="16-mixed"`; without `gradient_clip_val` that is enough.
 
@@ -29,8 +29,9 @@ def half_precision(device: str = "cuda", **options: Any) -> Any:
             self, optimizer: Any, clip_val: Any = 0.0, *given: Any, **named: Any
         ) -> None:
             if clip_val and clip_val > 0 and isinstance(optimizer, KFAC):
-                setattr(optimizer, UNSCALED_BY, self.scaler.get_scale())
-                self.scaler.unscale_(optimizer)
+                scaler: Any = self.scaler
+                setattr(optimizer, UNSCALED_BY, scaler.get_scale())
+                scaler.unscale_(optimizer)
                 # Past the refusal, which is of gradients that are still scaled.
                 super(MixedPrecision, self).clip_gradients(optimizer, clip_val, *given, **named)
             else:

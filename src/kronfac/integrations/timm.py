@@ -1,5 +1,6 @@
 """timm: `timm.optim.create_optimizer_v2(model, opt="kfac", loss=nn.CrossEntropyLoss())`."""
 
+import importlib
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,12 +20,12 @@ def kfac(
 
 def register() -> None:
     """Add `"kfac"` to timm's registry of optimizers; timm's groups without weight decay apply to it too."""
-    from timm.optim import OptimInfo, _optim_factory, list_optimizers  # noqa: PLC0415
-
-    if NAME in list_optimizers():
+    optim: Any = importlib.import_module("timm.optim")
+    if NAME in optim.list_optimizers():
         return
-    _optim_factory.default_registry.register(
-        OptimInfo(
+    # The one that create_optimizer_v2 looks at; timm does not export it by a public name.
+    optim._optim_factory.default_registry.register(
+        optim.OptimInfo(
             name=NAME,
             opt_class=kfac,
             description="K-FAC of Martens and Grosse (2015)",
