@@ -18,6 +18,7 @@ import yaml
 import kronfac
 from kronfac import diagnostics, testing
 from tests.experiments import browser
+from tests.networks import libraries
 from tests.networks.libraries import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +30,13 @@ PAGES = [
     for page in sorted(DOCS.rglob("*.md"))
     if page.name != "using.md" and EXAMPLE.search(page.read_text())
 ]
+LIBRARIES = {
+    "lightning": "lightning.pytorch",
+    "skorch": "skorch",
+    "timm": "timm",
+    "deepxde": "deepxde",
+}
+"""What the examples of a page import, by its name."""
 SMALLER = {"seconds = 2.0": "seconds = 0.1"}
 
 
@@ -36,9 +44,18 @@ def name(page: Path) -> str:
     return str(page.relative_to(DOCS))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*LeafSpec")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*logging interval")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:deepxde", "ignore::DeprecationWarning:skopt"
+)
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_the_examples_of_a_page_run(page, monkeypatch, tmp_path):
     """One after the other, in one namespace."""
+    if page.stem in LIBRARIES:
+        libraries.import_torchvision()
+        monkeypatch.setenv("DDE_BACKEND", "pytorch")
+        pytest.importorskip(LIBRARIES[page.stem])
     mpl = pytest.importorskip("matplotlib")
     mpl.use("agg")
     monkeypatch.chdir(tmp_path)

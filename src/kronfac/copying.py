@@ -90,7 +90,7 @@ class CopyingOptimizer(SteppingOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A module that holds its own optimizer is not complete yet when that is copied.
-        if _complete(state["model"]):
+        if "model" not in state or _complete(state["model"]):
             self._restore(state)
         else:
             self.__dict__["_saved"] = state

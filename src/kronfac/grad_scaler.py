@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+UNSCALED_BY = "_unscaled_by"
+"""The attribute of an optimizer, for the time of one step, that says what gradients were divided by."""
+
 
 @dataclass(frozen=True)
 class Scaling:
@@ -20,11 +23,13 @@ class Scaling:
     """Whether it has found gradients that are not finite."""
     scale: float | None = None
     """What the gradients are still multiplied by; None if they no longer are."""
+    before: float | None = None
+    """What they were multiplied by before somebody who has said so divided by it."""
 
     @property
     def unscaled(self) -> bool:
-        """Whether gradients were scaled and no longer are."""
-        return self.active and self.scale is None
+        """Whether gradients were scaled by nobody knows what, and no longer are."""
+        return self.active and self.scale is None and self.before is None
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> "Scaling":
@@ -33,7 +38,8 @@ class Scaling:
         if found is None:
             return cls()
         scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-        return cls(True, float(found) > 0, None if scale is None else float(scale))
+        before: float | None = getattr(optimizer, UNSCALED_BY, None)
+        return cls(True, float(found) > 0, None if scale is None else float(scale), before)
 
     def unscale(self, parameters: list[nn.Parameter]) -> None:
         """Divide the gradients by the scale, in place."""

@@ -64,7 +64,9 @@ class GradientCheck:
         if compared and iteration > 1 and iteration % INTERVAL and not unscaled:
             return _scaled(evaluation, self._scale)
         verdict = compare(
-            evaluation, replace(evaluation, weight_decay=PerParameter(0.0)).gradient()
+            evaluation,
+            replace(evaluation, weight_decay=PerParameter(0.0)).gradient(),
+            unscaled,
         )
         if verdict is None or unscaled:
             return evaluation if verdict is None else _scaled(evaluation, verdict.scale)

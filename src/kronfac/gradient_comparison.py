@@ -38,8 +38,10 @@ class Verdict:
     """The parameters that have uses which K-FAC does not see."""
 
 
-def compare(evaluation: Evaluation, gradient: Matrices) -> Verdict | None:
+def compare(evaluation: Evaluation, gradient: Matrices, unscaled: bool = False) -> Verdict | None:
     """Compare the closure's gradient with what K-FAC sees; `gradient` has no weight decay in it.
+
+    If a GradScaler has `unscaled` it, its scale is far from 1 also in half precision.
 
     Units with parameters that have hooks are left out: somebody changes their gradients on purpose, also
     those of K-FAC's own passes, and nobody knows to what. None if the comparison says nothing: all units
@@ -71,7 +73,9 @@ def compare(evaluation: Evaluation, gradient: Matrices) -> Verdict | None:
     known = [s if r is None else r for s, r in zip(seen, rebuilt, strict=True)]
     noises = [rounding * part for part in summed]
     unseen = _differing(units, seen, known, MIXED_TOLERANCE if any(half) else tolerance, noises)
-    if mixed:
+    if mixed and unscaled:
+        scale = scale if scale > 0 else 1.0
+    elif mixed:
         scale = _scale_in_half_precision(evaluation, scale)
     elif abs(scale - 1) <= allowed[0] + noise / square**0.5:
         scale = 1.0

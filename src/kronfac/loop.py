@@ -51,6 +51,8 @@ def evaluate_loop(
     if scaling.scale is not None:
         scaling.unscale(network.parameters)
         batch = batch.scaled(1 / scaling.scale)
+    elif scaling.before is not None:
+        batch = batch.scaled(1 / scaling.before)
     network, batch = look_at(network, batch, inverse)
     seen = batch.seen_loss
     loss = torch.zeros((), device=network.device) if seen is None else seen

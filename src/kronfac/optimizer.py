@@ -20,7 +20,6 @@ from kronfac.control import (
     QuadraticModel,
     StepRule,
 )
-from kronfac.copying import CopyingOptimizer
 from kronfac.curvature import ApproximateInverse, Fisher
 from kronfac.distributed import refuse_distributed, refuse_several_processes
 from kronfac.gradient_check import GradientCheck
@@ -42,7 +41,8 @@ from kronfac.network import (
     find_units,
     remove_hooks,
 )
-from kronfac.objective import objective_of
+from kronfac.objective import UnknownLoss, objective_of
+from kronfac.parameters_first import Awaited, LateOptimizer
 from kronfac.planning import Plan, record_example, untouched
 from kronfac.precision import full_precision
 from kronfac.report import EventWarnings, StepReport
@@ -55,7 +55,7 @@ ACCEPTANCE = Acceptance()
 ACCEPT_ALL = Acceptance(rejection=None, suspicion=None)
 
 
-class KFAC(CopyingOptimizer):
+class KFAC(LateOptimizer):
     """The paper's whole algorithm: no learning rate to find, no momentum to choose.
 
     With g = ∇h(θ) on the mini-batch and F⁰ the Kronecker-factored Fisher, damped by γ:
@@ -186,12 +186,42 @@ class KFAC(CopyingOptimizer):
         self._listen()
         self._verbose = verbose
         self._state = self._initial_state()
-        self._warn_of_rate = RateWarning()
+        self._warn_of_rate = vars(self).get("_warn_of_rate") or RateWarning()
         self._warn_of_rate(self.param_groups)
         self._warn_of_events = EventWarnings()
         self._check = GradientCheck(self._left_out())
         self.report: StepReport | None = None
         """What the last step did; None before the first."""
+
+    @classmethod
+    def for_parameters(
+        cls, params: Params, loss: nn.Module | None = None, *, lr: float | Tensor, **settings: Any
+    ) -> "KFAC":
+        """An optimizer for frameworks that make one with parameters, before it is known what calls them.
+
+        The model is the first module that is called, with gradients enabled, and holds all of them. Until
+        then there is no state: `state_dict`, `load_state_dict`, `zero_grad`, groups and schedulers work,
+        and there is no `model` or `report`.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+            >>> optimizer = KFAC.for_parameters(model.parameters(), nn.MSELoss(), lr=1.0)
+
+        Args:
+            params: as for any optimizer of torch's: parameters, or groups of them.
+            loss: as for `KFAC`. None if a closure calls it, or the model in its `forward`, where it is
+                seen.
+            lr: 1 as a rule. It has no default, as frameworks fill in one that is Adam's.
+            **settings: those of `KFAC`.
+        """
+        loss = UnknownLoss() if loss is None else loss
+        given = {"lr": lr, "weight_decay": 0.0, **settings}
+        # What is wrong with the settings is better said here than in the first forward pass.
+        cls(nn.Linear(1, 1), loss, **{**given, "lr": 1.0, "verbose": False}).close()
+        check_group(given)
+        optimizer = cls.__new__(cls)
+        optimizer._await_model(params, Awaited(loss, given))
+        return optimizer
 
     _step_supports_amp_scaling = True
     """So that `GradScaler.step` says by what it has scaled the loss."""
@@ -205,7 +235,8 @@ class KFAC(CopyingOptimizer):
         things worse, it is rolled back, and this gradient is not used.
 
         With a closure, that computes loss and gradients on the mini-batch, as for L-BFGS, and is called
-        again after a rollback; `step` returns what it returned.
+        again after a rollback; `step` returns what it returned. If it adds to the gradients of
+        micro-batches before it, as with Lightning, it is the end of a loop without a closure.
 
         From a loss or a gradient that is not finite no step is taken: parameters and state stay as they
         were, and `report.refused` says so. With a learning rate of 0 in all groups nothing moves, and
@@ -216,13 +247,17 @@ class KFAC(CopyingOptimizer):
         for number, group in enumerate(self.param_groups):
             check_group(group, number)
         self._warn_of_rate(self.param_groups)
+        if not self._need_model(closure):
+            return None
         if closure is None and not self._rates and not self._recorder.forwards:
             self._publish_momentum(anyway=True)
             return None
         refuse_several_processes()  # a group may have been made since
         try:
+            ended, returned = self._ends_loop(closure)
             with full_precision(self.network.device) as callers, self._recorder.paused():
-                return self._step(closure, callers)
+                result = self._step(None if ended else closure, callers)
+            return returned if ended else result
         finally:
             self._recorder.step()
 
@@ -254,12 +289,29 @@ class KFAC(CopyingOptimizer):
                     p.grad = None
         else:
             super().zero_grad(set_to_none)
-        self._recorder.forget()
+        if self._awaited is None:
+            self._recorder.forget()
 
     def close(self) -> None:
         """Remove K-FAC's hooks from the model and the loss; steps need a closure from then on."""
+        if self._awaited is not None:
+            self._watch.close()
+            return
         remove_hooks(self._recorder.handles)
         self._recorder.forget()
+
+    def _ends_loop(self, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
+        """Whether a closure, which is called, has the last of several micro-batches; and its loss.
+
+        If it drops the gradients before it, these were not for this step: it will be called again.
+        """
+        earlier = self._recorder.records
+        if closure is None or not earlier:
+            return False, None
+        with torch.enable_grad():
+            returned = closure()
+        kept = {id(record) for record in self._recorder.records}
+        return all(id(record) in kept for record in earlier), returned
 
     @property
     def _own_model(self) -> nn.Module:
@@ -272,6 +324,11 @@ class KFAC(CopyingOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy, shallow, deep or pickled, is made from: it goes on as this one would."""
+        if self._awaited is not None:
+            return {
+                "awaited": self._awaited,
+                "groups": [dict(group) for group in self.param_groups],
+            }
         settings = {field.name: getattr(self.settings, field.name) for field in fields(Settings)}
         return {
             "model": self.model,
@@ -290,9 +347,15 @@ class KFAC(CopyingOptimizer):
 
     def _restore(self, state: dict[str, Any]) -> None:
         groups = [dict(group) for group in state["groups"]]
+        if "awaited" in state:
+            self._await_model(groups, state["awaited"])
+            return
         KFAC.__init__(self, state["model"], state["loss"], params=groups, **state["settings"])
         self.load_state_dict(state["state_dict"])
         self.report = state["report"]
+
+    def _become_complete(self, model: nn.Module, awaited: Awaited) -> None:
+        KFAC.__init__(self, model, awaited.loss, params=self.param_groups, **awaited.settings)
 
     # -------------------------------------------------------------------------------------- groups
 

@@ -140,6 +140,43 @@ class WithDerivatives(nn.Module):
         return self._mixed @ (first[:, i] * first[:, j])
 
 
+class JetColumns(nn.Module):
+    """A perceptron whose outputs are the columns of its jet, for libraries that want one tensor.
+
+    (points, outputs · (1 + inputs + second derivatives)): the values, then the first derivatives by each
+    input, then the second ones. The inputs are detached: a derivative of these outputs by autograd, which
+    K-FAC would not see, is an error of torch's.
+
+    Args:
+        perceptron: as for `WithDerivatives`.
+        second: as for `WithDerivatives`.
+    """
+
+    def __init__(
+        self,
+        perceptron: nn.Sequential,
+        second: str | Sequence[tuple[int, int]] | Tensor = "laplacian",
+    ) -> None:
+        super().__init__()
+        self.derivatives = WithDerivatives(perceptron, second)
+        layers = [module for module in perceptron if isinstance(module, nn.Linear)]
+        self.inputs, self.outputs = layers[0].in_features, layers[-1].out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The columns at the points x, (points, inputs)."""
+        jet: Jet = self.derivatives(x.detach())
+        return torch.cat([jet.value, jet.first.flatten(1), jet.second.flatten(1)], dim=1)
+
+    def jet(self, y: Tensor) -> Jet:
+        """The jet whose columns these are."""
+        value, first = y[:, : self.outputs], self.outputs * (1 + self.inputs)
+        return Jet(
+            value,
+            y[:, self.outputs : first].unflatten(1, (self.inputs, self.outputs)),
+            y[:, first:].unflatten(1, (-1, self.outputs)),
+        )
+
+
 def _tanh(s: Tensor) -> Slopes:
     value = s.tanh()
     slope = 1 - value.square()

@@ -14,18 +14,18 @@ NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 @cache
 def transformers() -> ModuleType:
-    _import_torchvision()
+    import_torchvision()
     return importlib.import_module("transformers")
 
 
 @cache
 def timm() -> ModuleType:
-    _import_torchvision()
+    import_torchvision()
     return importlib.import_module("timm")
 
 
 @cache
-def _import_torchvision() -> None:
+def import_torchvision() -> None:
     """Import torchvision, whose compiled operators may be for another build of torch (CUDA, CPU) than ours.
 
     It then fails at the two operators that it describes without having them. No network here uses them.

@@ -80,6 +80,11 @@ class StandingRecorder:
         finally:
             self._paused -= 1
 
+    @property
+    def records(self) -> tuple[Arrival | Calls, ...]:
+        """What backward passes since the last step have come to, and whose gradients were not dropped."""
+        return (*self._arrivals, *self._outputs)
+
     def forget(self) -> None:
         """Drop what was recorded: it has been used, or its gradients were dropped."""
         for arrival in self._arrivals:

@@ -22,6 +22,20 @@ from kronfac.objective.probability import BernoulliProbability
 from kronfac.objective.terms import Terms
 
 
+class UnknownLoss(nn.Module):
+    """In the place of a loss that `KFAC` was not told, and that has to be seen where it is called."""
+
+    def forward(self, *given: Any) -> Tensor:
+        """Raise an error: this is not to be called.
+
+        Raises:
+            UnsupportedLossError: always.
+        """
+        raise UnsupportedLossError(
+            "KFAC was not told the loss. Give it: KFAC.for_parameters(params, loss, lr=…)."
+        )
+
+
 @dataclass(frozen=True)
 class Objective:
     """What `KFAC.closure` minimises, and what a closure is taken to minimise if no loss call is seen."""
@@ -72,7 +86,10 @@ class Objective:
 
         Raises:
             TargetError: the targets do not fit.
+            UnsupportedLossError: the loss is not known.
         """
+        if isinstance(self.module, UnknownLoss):
+            self.module()
         first = (self.module,) if self.function is likelihood_loss else ()
         return READERS[self.function](*first, outputs, targets, **self.options)
 
@@ -92,6 +109,12 @@ class Objective:
         Raises:
             ClosureError: the loss has no curvature that its shape alone tells.
         """
+        if isinstance(self.module, UnknownLoss):
+            raise ClosureError(
+                "KFAC.for_parameters was not told the loss, and has not seen one called: it sees losses of "
+                "torch.nn.functional in a closure and in the model's forward. Give it the loss module that "
+                "you call, or a likelihood: for_parameters(params, kronfac.Categorical(), lr=…)."
+            )
         if self.of_pairs:
             raise ClosureError(
                 f"The closure did not call {type(self.module).__name__} where KFAC sees it, and the "
@@ -160,6 +183,8 @@ def objective_of(loss: nn.Module) -> Objective:
     Raises:
         UnsupportedLossError: the module is not one that KFAC knows, or is no scalar.
     """
+    if isinstance(loss, UnknownLoss):
+        return Objective(loss, Gaussian(), likelihood_loss)
     if isinstance(loss, Likelihood):
         return Objective(loss, loss, likelihood_loss, mean=not loss.summed)
     # Exact types: a subclass may compute anything in its forward.
