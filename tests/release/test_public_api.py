@@ -30,7 +30,7 @@ def test_public_names_are_as_recorded():
 
 def test_the_record_has_the_front_door():
     record = RECORDED.read_text()
-    assert "\nkronfac.KFAC (model, loss, *, " in record
+    assert "\nkronfac.KFAC (model, loss=None, *, " in record
     assert "\nkronfac.StepReport.iteration attribute\n" in record
     for module in MODULES:
         assert f"\n{module}." in record
