@@ -51,8 +51,9 @@ def test_a_use_that_is_no_product_is_named_in_one_warning():
     closure = closure_of(optimizer, lambda model: loss(model(X), X))
     with pytest.warns(UserWarning, match=r"enc\.weight") as caught:
         train(optimizer, closure, 30)
-    assert len(caught) == 1
-    assert "dec." not in str(caught[0].message)
+    uses = [w for w in caught if "rejected a step" not in str(w.message)]
+    assert len(uses) == 1
+    assert "dec." not in str(uses[0].message)
 
 
 def test_steps_are_hardly_ever_rejected():

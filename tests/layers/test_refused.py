@@ -31,11 +31,11 @@ REFUSED = {
     ),
     "half precision": (
         lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, dtype=torch.float16)),
-        r"got '1' \(torch.float16\).*call step inside torch.autocast",
+        r"got '1' \(torch.float16\).*call it inside torch.autocast",
     ),
     "bfloat16": (
         lambda: nn.Sequential(nn.Linear(3, 2, dtype=torch.bfloat16)),
-        r"got '0' \(torch.bfloat16\).*call step inside torch.autocast",
+        r"got '0' \(torch.bfloat16\).*call it inside torch.autocast",
     ),
     "nothing to train": (
         lambda: nn.Sequential(nn.Linear(3, 2)).requires_grad_(False),

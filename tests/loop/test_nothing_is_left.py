@@ -142,3 +142,11 @@ def test_a_copy_of_the_optimizer_goes_on_by_itself() -> None:
         step_without_closure(one, lambda own=own, one=one: own(one.model(x), y))
     for p, q in zip(model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_hooks_may_be_removed_while_the_model_is_called():
+    """As a garbage collection does, of an optimizer that is no longer used."""
+    model, loss = nn.Linear(3, 2), nn.MSELoss()
+    optimizer = KFAC(model, loss)
+    model.register_forward_pre_hook(lambda module, args: optimizer.close(), prepend=True)
+    loss(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()

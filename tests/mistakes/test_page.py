@@ -17,7 +17,8 @@ def texts() -> list[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
-                found.append("".join(map(str, parts)))
+                # Of KFAC or of Preconditioner; the page is about KFAC.
+                found.append("".join(map(str, parts)).replace("….step()", "KFAC.step()"))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
     return found

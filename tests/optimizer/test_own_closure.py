@@ -129,7 +129,7 @@ def test_gradients_from_before_are_not_held_while_the_step_is_computed(
         held.append(any(grad() is not None for grad in before))
         return compute_step(*args, **settings)
 
-    monkeypatch.setattr("kronfac.optimizer.compute_step", watched)
+    monkeypatch.setattr("kronfac.transitions.compute_step", watched)
     optimizer.step(optimizer.closure(x, y, chunk=chunk))
     assert len(before) == 4
     assert held == [False]

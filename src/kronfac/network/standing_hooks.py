@@ -16,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 class StandingHook:
     """A hook that calls a method of an object for as long as that lives."""
 
-    def __init__(self, method: Callable[..., None] | None = None) -> None:
+    def __init__(self, method: Callable[..., None] | None = None, arguments: int = 0) -> None:
         self._method = None if method is None else weakref.WeakMethod(method)
+        self._arguments = arguments
 
     def __call__(self, module: nn.Module, *given: Any) -> None:
         """A forward hook or pre-hook."""
@@ -26,8 +27,10 @@ class StandingHook:
         method = None if self._method is None else self._method()
         if method is None:
             self._remove(module)
-        else:
+        elif len(given) == self._arguments:
             method(module, *given)
+        # Else it was removed while torch was calling the hooks, as by a garbage collection, and torch no
+        # longer knows that it takes keyword arguments.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StandingHook":
         """A hook of nobody."""
@@ -67,8 +70,8 @@ def stand_by(
     """
     return [
         # Before other hooks, which may change what the module is given: they will do so again.
-        module.register_forward_pre_hook(StandingHook(before), with_kwargs=True, prepend=True),
-        module.register_forward_hook(StandingHook(after), with_kwargs=True, always_call=True),
+        module.register_forward_pre_hook(StandingHook(before, 2), with_kwargs=True, prepend=True),
+        module.register_forward_hook(StandingHook(after, 3), with_kwargs=True, always_call=True),
     ]
 
 

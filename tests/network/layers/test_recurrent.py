@@ -284,7 +284,8 @@ def test_learned_first_states_are_given_up(kind):
     (part,) = batch(network, x).passes
     units = {unit.name: unit for unit in discover(network, part).units}
     name = f"rnn_{kind}" if kind in ("tanh", "relu") else kind
-    assert units.pop("first").why == f"used in torch's {name}, which KFAC does not understand"
+    why = f"torch's {name} is given what is computed from it, not the parameter itself"
+    assert units.pop("first").why == why
     assert all(unit.observed for unit in units.values())
     r = torch.ones_like(model(x))
     expected = torch.autograd.grad(model(x), network.parameters, r)
