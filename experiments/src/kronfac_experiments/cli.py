@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -212,6 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             names = ", ".join(command.commands)
             return _fail(program, f"no command {name!r}; there are {names}", 2)
         program, command = f"{program} {name}", command.commands[name]
+    # Runs show these events in their own way; a warning would tear the progress bar.
+    warnings.filterwarnings("ignore", r"KFAC (refused|rejected) a step", UserWarning)
     try:
         _run(command, program, words)
     except SystemExit as done:  # --help
