@@ -83,8 +83,8 @@ class GradientCheck:
             "unseen loss",
             "KFAC.step() has not seen the loss that backward() was called on, only the model's outputs: "
             "the curvature is that of the loss that KFAC was given or kronfac.observe declared, λ stays as "
-            "it is, and no step is validated or rejected. Call the loss module that KFAC was given, with "
-            "the model's outputs, or give step() a closure.",
+            "it is, and no step is validated or rejected, so that training may diverge. Call the loss "
+            "module that KFAC was given, with the model's outputs, or give step() a closure.",
         )
 
     def warn_of_old_gradients(self) -> None:

@@ -122,7 +122,8 @@ _ADVICE = {
     ),
     EventKind.REJECTED: (
         "rejected a step and rolled it back",
-        "One now and then is no mistake. If many are, shuffle the examples, or take larger mini-batches",
+        "One now and then is no mistake. If many are, shuffle the examples or take larger mini-batches; if "
+        "mini-batches do not differ, see to it that KFAC sees the loss",
     ),
 }
 
