@@ -78,7 +78,7 @@ def test_pages_with_examples_are_found():
 
 
 class _Loader(yaml.SafeLoader):
-    """Of mkdocs.yml, whose tags of Python objects don't matter here."""
+    """A loader of mkdocs.yml, whose tags of Python objects don't matter here."""
 
 
 _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)

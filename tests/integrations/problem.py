@@ -8,7 +8,7 @@ from kronfac import KFAC
 
 CLASSES = 3
 EPOCHS = 10
-"""Of three mini-batches each, after which the loss is below `REACHED`."""
+"""Epochs of three mini-batches each, after which the loss is below `REACHED`."""
 REACHED = 0.2
 
 

@@ -78,7 +78,7 @@ class OwnAutocast(nn.Module):
         super().__init__()
         self.model, self.enabled = PROBLEM.model(), enabled
         self.dtypes: list[torch.dtype] = []
-        """Of what it has computed."""
+        """The dtypes of what it has computed."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.enabled:

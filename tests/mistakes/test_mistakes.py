@@ -7,7 +7,6 @@ tests of the others.
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from kronfac.errors import (
     UnsupportedLossError,
     UnsupportedModelError,
 )
+from tests.loop.loops import step_with_closure, step_without_closure
 
 X = torch.linspace(-2, 2, 64 * 4).reshape(64, 4).sin()
 Y = torch.arange(64) % 3
@@ -35,23 +35,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def in_loop(optimizer: KFAC, loss: Callable[[], Tensor]) -> None:
-    optimizer.zero_grad()
-    loss().backward()
-    optimizer.step()
-
-
-def in_closure(optimizer: KFAC, loss: Callable[[], Tensor]) -> None:
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        value = loss()
-        value.backward()
-        return value
-
-    optimizer.step(closure)
-
-
-both = pytest.mark.parametrize("train", [in_loop, in_closure])
+both = pytest.mark.parametrize("train", [step_without_closure, step_with_closure])
 
 
 def told(error: type[Exception], *parts: str) -> Any:
@@ -117,7 +101,7 @@ def test_a_functional_loss_in_the_loop():
     with pytest.warns(
         UserWarning, match=r"KFAC\.step\(\) has not seen the loss.*or give step\(\) a clos"
     ):
-        in_loop(optimizer, lambda: functional.cross_entropy(model(X), Y))
+        step_without_closure(optimizer, lambda: functional.cross_entropy(model(X), Y))
     assert optimizer.report is not None
     (event,) = optimizer.report.events
     assert "closure" not in event.message
@@ -129,7 +113,7 @@ def test_a_functional_loss_in_a_closure_is_seen():
         model = network()
         optimizer = KFAC(model, LOSS)
         for _ in range(3):
-            in_closure(optimizer, lambda m=model, f=loss: f(m(X), Y))  # type: ignore[misc]
+            step_with_closure(optimizer, lambda m=model, f=loss: f(m(X), Y))  # type: ignore[misc]
         ends.append([p.detach() for p in model.parameters()])
     assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
 
@@ -146,16 +130,17 @@ def test_a_second_loss_module_that_was_not_given():
     with pytest.warns(
         UserWarning, match=r"The gradient of '0\.weight'.*another loss.*step\(\) a clos"
     ):
-        in_loop(optimizer, loss)
+        step_without_closure(optimizer, loss)
     model = network()
-    in_closure(KFAC(model, LOSS), loss)  # which sees both: a warning would be an error
+    step_with_closure(KFAC(model, LOSS), loss)  # which sees both: a warning would be an error
 
 
 def test_a_warning_points_to_the_line_of_the_step():
     model = network()
     optimizer = KFAC(model, LOSS)
+    (LOSS(model(X), Y) + 1e-2 * model[0].weight.square().sum()).backward()
     with pytest.warns(UserWarning, match="another loss") as caught:
-        in_loop(optimizer, lambda: LOSS(model(X), Y) + 1e-2 * model[0].weight.square().sum())
+        optimizer.step()
     assert caught[0].filename == __file__
 
 
@@ -218,7 +203,7 @@ def test_the_loss_instead_of_a_closure():
 def test_a_step_twice():
     model = network()
     optimizer = KFAC(model, LOSS)
-    in_loop(optimizer, lambda: LOSS(model(X), Y))
+    step_without_closure(optimizer, lambda: LOSS(model(X), Y))
     with told(LoopError, r"KFAC\.step\(\)", "since the last step", r"step\(\) once after each"):
         optimizer.step()
 
@@ -298,12 +283,12 @@ def test_another_dtype_before_the_first_step_is_no_mistake():
     model = network()
     optimizer = KFAC(model, LOSS)
     model.double()
-    in_loop(optimizer, lambda: LOSS(model(X.double()), Y))
+    step_without_closure(optimizer, lambda: LOSS(model(X.double()), Y))
     model = network()
     optimizer = KFAC(model, LOSS)
     model.bfloat16()
     with told(UnsupportedModelError, "KFAC needs", "torch.bfloat16", "Keep the model in float32"):
-        in_loop(optimizer, lambda: LOSS(model(X.bfloat16()), Y))
+        step_without_closure(optimizer, lambda: LOSS(model(X.bfloat16()), Y))
 
 
 # --------------------------------------------------------------------------------- states
@@ -323,7 +308,7 @@ def test_the_state_of_another_optimizer():
 def test_the_state_for_another_model():
     model = network()
     optimizer = KFAC(model, LOSS)
-    in_loop(optimizer, lambda: LOSS(model(X), Y))
+    step_without_closure(optimizer, lambda: LOSS(model(X), Y))
     wider = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3))
     with told(StateError, r"shape \(8, 5\); it must be \(9, 5\)", "Load it into the model that"):
         KFAC(wider, LOSS).load_state_dict(optimizer.state_dict())
@@ -332,9 +317,11 @@ def test_the_state_for_another_model():
 def test_an_unpickled_optimizer_has_a_model_of_its_own():
     model = network()
     optimizer = KFAC(model, LOSS)
-    in_loop(optimizer, lambda: LOSS(model(X), Y))
+    step_without_closure(optimizer, lambda: LOSS(model(X), Y))
     copied = pickle.loads(pickle.dumps(optimizer))
     with told(LoopError, "has not been called", r"\(a copy if the optimizer was copied"):
-        in_loop(copied, lambda: LOSS(model(X), Y))
-    in_loop(copied, lambda: copied.objective.module(copied.model(X), Y))  # as the message says
+        step_without_closure(copied, lambda: LOSS(model(X), Y))
+    step_without_closure(
+        copied, lambda: copied.objective.module(copied.model(X), Y)
+    )  # as the message says
     assert isinstance(LoopError("as for a closure"), ClosureError)

@@ -16,7 +16,7 @@ RIGHTS = {
     ("release.yml", "publish"): {"id-token": "write"},
     ("release.yml", "announce"): {"contents": "write"},
 }
-"""Of the jobs that may do more than read the sources."""
+"""Rights of the jobs that may do more than read the sources."""
 
 
 def jobs() -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ FEW = 4
 """Examples of the smaller of both runs, if the network can be divided into examples."""
 
 DECAY = 0.95
-"""Of the moving averages; what is held does not depend on it, if it is neither 0 nor 1."""
+"""The decay of the moving averages; what is held does not depend on it, if it is neither 0 nor 1."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class PassMemory:
     """Bytes at the peak."""
 
     closure: int
-    """Of a forward and a backward pass, the gradients included."""
+    """The peak of a forward and a backward pass, the gradients included."""
     statistics: int
-    """Of the estimate of the moments, the new moments included."""
+    """The peak of the estimate of the moments, the new moments included."""
     tangents: int
-    """Of J v along all directions."""
+    """The peak of J v along all directions."""
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ class PartMemory:
 
 
 def part_memory(size: Size, threads: int, seed: int) -> PartMemory:
-    """Of one step with a refresh.
+    """The memory of one step with a refresh, in a process of its own.
 
     Raises:
         LeftOutError: the process failed, for lack of memory perhaps.
