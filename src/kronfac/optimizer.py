@@ -300,19 +300,6 @@ class KFAC(LateOptimizer):
         remove_hooks(self._recorder.handles)
         self._recorder.forget()
 
-    def _ends_loop(self, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
-        """Whether a closure, which is called, has the last of several micro-batches; and its loss.
-
-        If it drops the gradients before it, these were not for this step: it will be called again.
-        """
-        earlier = self._recorder.records
-        if closure is None or not earlier:
-            return False, None
-        with torch.enable_grad():
-            returned = closure()
-        kept = {id(record) for record in self._recorder.records}
-        return all(id(record) in kept for record in earlier), returned
-
     @property
     def _own_model(self) -> nn.Module:
         """The model for K-FAC's own passes: what `torch.compile` wrapped, where hooks still fire."""

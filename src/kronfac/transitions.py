@@ -78,6 +78,19 @@ class SteppingOptimizer(torch.optim.Optimizer):
         self._warn_of_events(report)
         return evaluation.returned
 
+    def _ends_loop(self, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
+        """Whether a closure, which is called, has the last of several micro-batches; and its loss.
+
+        If it drops the gradients before it, these were not for this step: it will be called again.
+        """
+        earlier = self._recorder.records
+        if closure is None or not earlier:
+            return False, None
+        with torch.enable_grad():
+            returned = closure()
+        kept = {id(record) for record in self._recorder.records}
+        return all(id(record) in kept for record in earlier), returned
+
     def _evaluate(self, closure: Callable[[], Any], callers: Context) -> Evaluation:
         evaluation = evaluate(
             closure,
