@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from kronfac.control import Measurement
 from kronfac.curvature import DampedInverse
+from kronfac.divided_refresh import Divided
 from kronfac.errors import NotPositiveDefiniteError
 from kronfac.evaluation import Point
 from kronfac.network import Matrices
 from kronfac.proposal import Proposal, Proposer
-from kronfac.refresh import Computed, Refresh
+from kronfac.refresh import Computed, Outcomes, Refresh
 from kronfac.report import Event, EventKind
 from kronfac.settings import Settings
 from kronfac.state import CurrentInverse, State
@@ -99,7 +100,9 @@ def _refresh(
     candidates = settings.gamma.candidates(before.gamma, m)
     # γ has to follow at once if λ has moved far; and without an inverse there is no step.
     lag = 0 if drifted or current is None else settings.lag(m.iteration)
-    outcomes = Computed(proposer.by_unit(settings.inverse), proposer.curvature, candidates)
+    made = (proposer.by_unit(settings.inverse), proposer.curvature, candidates)
+    world = proposer.point.evaluation.spread.world
+    outcomes: Outcomes = Computed(*made) if world.size == 1 else Divided(*made, world)
     return Refresh(m.iteration, m.iteration + lag, m.lambda_, candidates, outcomes), m
 
 
@@ -127,9 +130,7 @@ def _decay_part(settings: Settings, inverse: DampedInverse, point: Point) -> Mat
     evaluation = point.evaluation
     network, decay = evaluation.network, evaluation.weight_decay
     shapes = [unit.shape for unit in network.units]
-    if not decay or not settings.inverse.wants_factors(
-        shapes, evaluation.batch.examples, decay.largest
-    ):
+    if not decay or not settings.inverse.wants_factors(shapes, evaluation.examples, decay.largest):
         return None
     if decay.uniform:
         return tuple(U * decay.usual for U in inverse.mv(network.theta()))

@@ -37,6 +37,10 @@ class StateError(KronfacError, ValueError):
     """A saved state does not fit this optimizer."""
 
 
+class RankError(KronfacError, RuntimeError):
+    """Another process has failed, does something else or does not answer: no process takes this step."""
+
+
 class NotPositiveDefiniteError(KronfacError, ArithmeticError):
     """A matrix that has to be positive definite is not, even after float64 and jitter."""
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from kronfac.curvature import Curvature
+from kronfac.distributed import HERE, Part, Phase, Spread
+from kronfac.distributed.world import on_device
 from kronfac.errors import ClosureError
 from kronfac.groups import PerParameter
 from kronfac.linalg import OuterProduct
@@ -65,6 +67,31 @@ class Evaluation:
     """The gradient without weight decay as outer products, if they are wanted."""
     buffers: Sequence[Kept] = ()
     """Buffers that forward passes write to, as they were before the closure was called."""
+    spread: Spread = HERE
+    """The place of these examples in a mini-batch that several processes have parts of. `returned`, `batch`
+    and `factors` are this rank's own; losses and gradients are those of all ranks."""
+
+    @property
+    def examples(self) -> int:
+        """m, the examples on all ranks."""
+        return self.batch.examples + self.spread.examples_elsewhere
+
+    @cached_property
+    def seen_loss(self) -> Tensor | None:
+        """The objective by the loss calls' own account, if all of it was seen."""
+        own = self.batch.seen_loss
+        return own if own is None or self.spread.alone else on_device(self.spread.seen_loss, own)
+
+    def scaled(self, factor: float) -> "Evaluation":
+        """The same with the terms of all ranks, and with them the loss that was seen, times a factor."""
+        spread = self.spread
+        if not spread.alone:
+            spread = replace(
+                spread,
+                seen_loss=spread.seen_loss * factor,
+                weight=spread.weight * factor,
+            )
+        return replace(self, batch=self.batch.scaled(factor), spread=spread)
 
     def gradient(self) -> Matrices:
         """∇h, the weight decay's ηθ included; what was there before the closure does not count.
@@ -79,6 +106,8 @@ class Evaluation:
                 f"The closure left no gradient in {self.network.units[0].name!r} nor in any other trained "
                 "parameter: it has to call backward() on a loss that depends on them."
             )
+        if not (self.spread.alone or self.spread.averaged):
+            return self._sum_over_ranks()
         gradients = []
         for n, unit in enumerate(self.network.units):
             grads = [p.grad for p in unit.parameters if p.grad is not None and self._fresh(p)]
@@ -98,6 +127,25 @@ class Evaluation:
                 gradients.append(V)
             else:
                 gradients.append(unit.join(grads))
+        return tuple(gradients)
+
+    def _sum_over_ranks(self) -> Matrices:
+        """∇h from the gradients that every rank has of its own examples."""
+        units, world = self.network.units, self.spread.world
+        found = [float(n not in self.without_gradient) for n in range(len(units))]
+        ranks = world.total(Phase.GRADIENT, found)
+        gradients = []
+        for unit in units:
+            grads = [p.grad if self._fresh(p) else None for p in unit.parameters]
+            pairs = zip(grads, unit.parameters, strict=True)
+            V = unit.join([torch.zeros_like(p) if g is None else g for g, p in pairs])
+            # Of one layout on all ranks: products with another one are rounded in another way.
+            gradients.append((V * self.spread.share).contiguous())
+        world.sum_(Phase.GRADIENT, [Part(V) for V in gradients])
+        if self.weight_decay:
+            for unit, V, found_by in zip(units, gradients, ranks, strict=True):
+                if found_by:
+                    V.add_(unit.join(self.weight_decay.times(unit.parameters, unit.parameters)))
         return tuple(gradients)
 
     @cached_property
@@ -125,17 +173,17 @@ class Evaluation:
 
     def loss_seen(self) -> bool:
         """The same for its own loss, for which the host waits."""
-        seen = self.batch.seen_loss
+        seen = self.seen_loss
         return seen is not None and self.agrees(float(self.loss), float(seen))
 
     def comparable(self) -> bool:
         """Whether the loss can be had elsewhere than at θ."""
-        return self.reevaluate is not None or self.batch.seen_loss is not None
+        return self.reevaluate is not None or self.seen_loss is not None
 
     def loss_at(self, delta: Matrices, loss_seen: bool) -> Tensor:
         """The loss at θ + δ on the same examples, float64: by a forward pass, or by calling the closure."""
         if loss_seen or self.reevaluate is None:
-            return _loss(self.network, self.batch, delta)
+            return self._over_ranks(_loss(self.network, self.batch, delta))
         parameters = self.network.parameters
         kept = [p.grad for p in parameters]
         try:
@@ -145,14 +193,21 @@ class Evaluation:
             with replay(self.random), self.network.displaced(delta), torch.enable_grad():
                 restore(self.buffers)
                 returned = self.reevaluate()
-            return as_loss(returned, self.network.device).double()
+            loss = as_loss(returned, self.network.device).double()
+            return self._over_ranks(loss * self.spread.share)
         finally:
             for p, grad in zip(parameters, kept, strict=True):
                 p.grad = grad
 
+    def _over_ranks(self, loss: Tensor) -> Tensor:
+        """The sum of the ranks' parts of a loss."""
+        if self.spread.alone:
+            return loss
+        return on_device(self.spread.world.total(Phase.LOSS, [float(loss)])[0], loss)
+
     def change(self, delta: Matrices, loss_seen: bool) -> float:
         """h(θ + δ) − h(θ) on S′, weight decay included [MG15 §6.5]."""
-        old = self.batch.seen_loss if loss_seen or self.reevaluate is None else self.loss
+        old = self.seen_loss if loss_seen or self.reevaluate is None else self.loss
         assert old is not None
         return float(self.loss_at(delta, loss_seen) - old.double()) + self.decay_change(delta)
 
@@ -171,9 +226,11 @@ class Evaluation:
     @property
     def resolution(self) -> float:
         """The loss below which its gradient is rounding error."""
+        eps = torch.finfo(self.network.dtype).eps
+        if not self.spread.alone:
+            return self.spread.weight * eps
         terms = [terms for part in self.batch.passes for terms in part.terms]
-        total = sum(t.total_weight for t in terms if t.likelihood.saturates)
-        return total * torch.finfo(self.network.dtype).eps
+        return sum(t.total_weight for t in terms if t.likelihood.saturates) * eps
 
 
 @dataclass(frozen=True)
@@ -221,9 +278,12 @@ def in_full_precision(evaluation: Evaluation) -> Evaluation:
         )
         passes.append(replace(part, losses=losses))
     batch = replace(evaluation.batch, passes=tuple(passes))
-    loss = batch.seen_loss
+    loss, spread = batch.seen_loss, evaluation.spread
     assert loss is not None
-    return replace(evaluation, loss=loss, batch=batch)
+    if not spread.alone:
+        total = spread.world.total(Phase.LOSS, [float(loss)])[0]
+        loss, spread = on_device(total, loss), replace(spread, seen_loss=total)
+    return replace(evaluation, loss=loss, batch=batch, spread=spread)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from kronfac.control import ROUNDING
 from kronfac.control.lambda_search import LambdaSearch
 from kronfac.curvature import ApproximateInverse
+from kronfac.divided_refresh import prepare_over_ranks
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.evaluation import RefusedError
 from kronfac.proposal import Proposer
@@ -29,7 +30,9 @@ def first_lambda(
     if search is None or not evaluation.comparable():
         return start, 0
     try:
-        prepared = inverse.for_trials.prepare(proposer.curvature)
+        prepared = prepare_over_ranks(
+            inverse.for_trials, proposer.curvature, evaluation.spread.world
+        )
     except (NonFiniteError, NotPositiveDefiniteError):
         return start, 0
     rounding = ROUNDING * m.precision * abs(float(evaluation.loss))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kronfac.distributed import ALONE, Part, Phase, World
 from kronfac.linearization import Linearizer
 from kronfac.network import Batch, Matrices, Network
 
@@ -19,6 +20,7 @@ def fisher_gram(
     directions: Sequence[Matrices],
     factor: float = 1.0,
     around: Linearizer | None = None,
+    world: World = ALONE,
 ) -> Tensor:
     """The matrix of v_iᵀ F v_j for all pairs of directions, (k, k), float64, on the device.
 
@@ -28,6 +30,7 @@ def fisher_gram(
         directions: the vectors.
         factor: what the terms count: examples of the whole mini-batch over those of S₂.
         around: what statistics on the same examples have kept.
+        world: the ranks that the examples are spread over.
     """
     around = around or Linearizer(network)
     gram: Tensor | None = None
@@ -40,6 +43,9 @@ def fisher_gram(
             own = (Jv.flatten(1) @ FJv.flatten(1).mT).double().mul_(scale)
             gram = own if gram is None else gram.add_(own)
     assert gram is not None
+    if world.size > 1:
+        totals = world.total(Phase.FISHER, gram.flatten().tolist())
+        gram = torch.tensor(totals, dtype=gram.dtype, device=gram.device).view_as(gram)
     # Symmetric up to rounding: F_R is applied to one side only.
     return (gram + gram.mT).mul_(factor / 2)
 
@@ -50,6 +56,7 @@ def fisher_product(
     vector: Matrices,
     factor: float = 1.0,
     around: Linearizer | None = None,
+    world: World = ALONE,
 ) -> Matrices:
     """F v = Jᵀ F_R J v: the forward-mode pass, and a backward pass from F_R J v."""
     around = around or Linearizer(network)
@@ -62,4 +69,5 @@ def fisher_product(
         ]
         for sum_, V in zip(total, view.vjp(products), strict=True):
             sum_.add_(V, alpha=factor)
+    world.sum_(Phase.FISHER, [Part(V) for V in total])
     return total

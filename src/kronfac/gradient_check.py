@@ -53,7 +53,7 @@ class GradientCheck:
         self._check_parameters(evaluation)
         self._check_gradients(evaluation)
         added = evaluation.accumulated()
-        if batch.seen_loss is None or (added and "zero_grad" in self._given):
+        if evaluation.seen_loss is None or (added and "zero_grad" in self._given):
             return evaluation  # nothing to compare with
         if self._follows_returned:
             evaluation = _scale_to_returned(evaluation)
@@ -145,7 +145,7 @@ class GradientCheck:
 
     def _consistent(self, evaluation: Evaluation, scale: float) -> Evaluation:
         """The evaluation with a loss whose gradient is the closure's."""
-        seen = evaluation.batch.seen_loss
+        seen = evaluation.seen_loss
         assert seen is not None
         if not math.isfinite(float(evaluation.returned_loss)):
             return evaluation  # the step is refused
@@ -168,7 +168,7 @@ class GradientCheck:
                 )
             self._scale = scale
             evaluation = _scaled(evaluation, scale)
-            seen = evaluation.batch.seen_loss
+            seen = evaluation.seen_loss
             assert seen is not None
         told = scale == 1 or len(self._scales) > 1
         if told and not losses_agree(evaluation, float(evaluation.returned_loss), float(seen)):
@@ -221,19 +221,19 @@ def _scaled(evaluation: Evaluation, factor: float) -> Evaluation:
     """The evaluation with its terms scaled; so is the loss, if it is not a closure that returned it."""
     if factor == 1:
         return evaluation
-    batch = evaluation.batch.scaled(factor)
-    evaluation = replace(evaluation, batch=batch)
-    if evaluation.reevaluate is not None or batch.seen_loss is None:
+    evaluation = evaluation.scaled(factor)
+    seen = evaluation.seen_loss
+    if evaluation.reevaluate is not None or seen is None:
         return evaluation
-    return replace(evaluation, loss=batch.seen_loss, returned_loss=batch.seen_loss)
+    return replace(evaluation, loss=seen, returned_loss=seen)
 
 
 def _scale_to_returned(evaluation: Evaluation) -> Evaluation:
     """The evaluation with its terms scaled so that their loss is the one that was returned."""
-    seen = evaluation.batch.seen_loss
+    seen = evaluation.seen_loss
     assert seen is not None
     if not float(seen) or evaluation.loss_seen():
         return evaluation
     ratio = float(evaluation.returned_loss) / float(seen)
-    evaluation = replace(evaluation, batch=evaluation.batch.scaled(ratio))
+    evaluation = evaluation.scaled(ratio)
     return in_full_precision(evaluation) if evaluation.batch.mixed else evaluation

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kronfac.curvature import SummedGradient, Taps
+from kronfac.distributed import Part, Phase, World
 from kronfac.evaluation import Evaluation
 from kronfac.linearization import Traced
 from kronfac.network import Matrices, Network, Pass, Unit, dot, hooked
@@ -24,6 +25,10 @@ and 2e-7 in float64; and as it is if the closure ran in half precision."""
 ROUNDING = 64
 """What else they may differ by, in the dtype's precision times the size of what is summed: the gradients
 of single examples, of which next to nothing is left near a minimum."""
+
+
+Found = tuple[Matrices, list[Tensor | None], list[float], list[bool]]
+"""Gradient of the loss calls, rebuilt gradient, sizes and half precision, by unit."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,9 @@ def compare(evaluation: Evaluation, gradient: Matrices, unscaled: bool = False) 
         evaluation, float(evaluation.returned_loss), float(evaluation.loss)
     ):
         return None
-    found = zip(network.units, gradient, *_gradients(network, evaluation.batch.passes), strict=True)
+    own = _gradients(network, evaluation.batch.passes)
+    _sum_over_ranks(evaluation.spread.world, own)
+    found = zip(network.units, gradient, *own, strict=True)
     free = [part for part in found if not hooked(part[0].parameters)]
     units, gradient, seen, rebuilt, summed, half = zip(*free, strict=True)
     precision = torch.finfo(network.dtype).eps
@@ -82,12 +89,24 @@ def compare(evaluation: Evaluation, gradient: Matrices, unscaled: bool = False) 
     return Verdict(scale, unseen=unseen)
 
 
+def _sum_over_ranks(world: World, found: Found) -> None:
+    """Sum both gradients and their sizes over the ranks, in place."""
+    if world.size == 1:
+        return
+    seen, rebuilt, sizes, half = found
+    known = [V for V in rebuilt if V is not None]
+    numbers = world.total(Phase.COMPARISON, [*sizes, *map(float, half)])
+    world.sum_(Phase.COMPARISON, [Part(V) for V in (*seen, *known)])
+    sizes[:] = numbers[: len(sizes)]
+    half[:] = map(bool, numbers[len(sizes) :])
+
+
 def _scale_in_half_precision(evaluation: Evaluation, scale: float) -> float:
     """The ratio of the losses, if the gradient is nearer to that than to 1; else 1.
 
     Half precision leaves too few digits of a gradient near a minimum to tell its scale from nothing.
     """
-    seen = evaluation.batch.seen_loss
+    seen = evaluation.seen_loss
     assert seen is not None
     ratio = float(evaluation.returned_loss) / float(seen) if float(seen) else 1.0
     if not 0 < ratio < math.inf or abs(ratio - 1) <= MIXED_TOLERANCE:
@@ -116,9 +135,7 @@ def _norm(V: Tensor) -> float:
     return float(V.double().norm())
 
 
-def _gradients(
-    network: Network, passes: Sequence[Pass]
-) -> tuple[Matrices, list[Tensor | None], list[float], list[bool]]:
+def _gradients(network: Network, passes: Sequence[Pass]) -> Found:
     """The gradient of the loss calls, and the one rebuilt from the uses, unit by unit.
 
     Also Σ ‖g‖ ‖ā‖ of every unit, the size of what the rebuilt one is a sum of; and whether uses are in half

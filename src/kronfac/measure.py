@@ -15,7 +15,7 @@ def measure(evaluation: Evaluation, state: State) -> Measurement:
     refreshed = 0 if current is None else current.iteration
     return Measurement(
         iteration=state.iteration + 1,
-        examples=batch.examples,
+        examples=evaluation.examples,
         weight_decay=evaluation.weight_decay.least,
         lambda_=state.damping.lambda_,
         gamma=math.nan if state.gamma is None else state.gamma.gamma,

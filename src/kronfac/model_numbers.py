@@ -67,7 +67,7 @@ def model_numbers(
 ) -> ModelNumbers | None:
     """Numbers from the step's one synchronisation; None if some are not finite, the factors included."""
     evaluation = point.evaluation
-    count, seen = len(directions), evaluation.batch.seen_loss
+    count, seen = len(directions), evaluation.seen_loss
     products = _inner_products(directions, point.gradient)
     eta, network = evaluation.weight_decay, evaluation.network
     squares = [] if bounded and not eta else _squares(network)

@@ -21,7 +21,8 @@ from kronfac.control import (
     StepRule,
 )
 from kronfac.curvature import ApproximateInverse, Fisher
-from kronfac.distributed import refuse_distributed, refuse_several_processes
+from kronfac.distributed import Processes, averages_gradients, inner_model, refuse_distributed
+from kronfac.errors import RankError
 from kronfac.gradient_check import GradientCheck
 from kronfac.groups import (
     Params,
@@ -150,7 +151,6 @@ class KFAC(LateOptimizer):
                 "such as kronfac.Categorical() if the model or a function computes the loss."
             )
         refuse_distributed(model)
-        refuse_several_processes()
         check_group({"lr": lr, "weight_decay": weight_decay})
         self.settings = Settings(
             inverse=inverse_of(inverse),
@@ -185,6 +185,7 @@ class KFAC(LateOptimizer):
         )
         self._listen()
         self._verbose = verbose
+        self._wrapped = True if averages_gradients(model) else None
         self._state = self._initial_state()
         self._warn_of_rate = vars(self).get("_warn_of_rate") or RateWarning()
         self._warn_of_rate(self.param_groups)
@@ -252,12 +253,16 @@ class KFAC(LateOptimizer):
         if closure is None and not self._rates and not self._recorder.forwards:
             self._publish_momentum(anyway=True)
             return None
-        refuse_several_processes()  # a group may have been made since
         try:
             ended, returned = self._ends_loop(closure)
             with full_precision(self.network.device) as callers, self._recorder.paused():
                 result = self._step(None if ended else closure, callers)
             return returned if ended else result
+        except RankError:
+            raise  # all ranks know
+        except BaseException:
+            Processes.current().abandon()
+            raise
         finally:
             self._recorder.step()
 
@@ -302,10 +307,8 @@ class KFAC(LateOptimizer):
 
     @property
     def _own_model(self) -> nn.Module:
-        """The model for K-FAC's own passes: what `torch.compile` wrapped, where hooks still fire."""
-        inner = getattr(self.model, "_orig_mod", self.model)
-        assert isinstance(inner, nn.Module)
-        return inner
+        """The model for K-FAC's own passes: what `torch.compile` or DistributedDataParallel wrapped."""
+        return inner_model(self.model)
 
     # --------------------------------------------------------------------------------------- state
 

@@ -153,7 +153,7 @@ class Preconditioner(EstimatingCurvature):
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"Preconditioner's {name} is an integer from 1 on; got {count!r}.")
         refuse_distributed(model)
-        refuse_several_processes()
+        refuse_several_processes("Preconditioner")
         self.damping, self.kl_clip, self.lr = damping, kl_clip, lr
         self.sides: Sides = sides
         self.factor_interval, self.inverse_interval = factor_interval, inverse_interval
@@ -202,7 +202,7 @@ class Preconditioner(EstimatingCurvature):
         Raises:
             LoopError: there are no gradients, or no call of the model that they are of.
         """
-        refuse_several_processes()  # a group may have been made since
+        refuse_several_processes("Preconditioner")  # a group may have been made since
         try:
             with full_precision(self.network.device), self._recorder.paused():
                 self._step()

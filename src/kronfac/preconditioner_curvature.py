@@ -61,9 +61,9 @@ class EstimatingCurvature:
         evaluation = replace(evaluation, network=network)
         m = Measurement(iteration=state.iteration + 1, examples=evaluation.batch.examples)
         with network.buffers.preserved():
-            S1, _, around = curvature_examples(self.settings, evaluation, m)
+            some = curvature_examples(self.settings, evaluation, m)
             curvature, current, generator = update_curvature(
-                self.settings, evaluation, S1, state, m, around
+                self.settings, evaluation, some, state, m
             )
         if not finite([number for block in curvature.blocks for number in block.probe()]):
             self._warn(

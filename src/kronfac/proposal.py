@@ -23,6 +23,7 @@ from kronfac.control import (
 from kronfac.control.quadratic_form import inner
 from kronfac.curvature import ApproximateInverse, Curvature, DampedInverse
 from kronfac.curvature.damping_by_unit import DampedByUnit
+from kronfac.distributed import World
 from kronfac.evaluation import Point, RefusedError
 from kronfac.fisher_products import fisher_gram, fisher_product
 from kronfac.linalg import OuterProduct, low_rank_pays
@@ -80,6 +81,8 @@ class Proposer:
     """The radius of a trust region in the Fisher norm."""
     around: Linearizer | None = None
     """What the statistics have kept of J, if they are of the same examples."""
+    fisher_examples: int | None = None
+    """The examples of S₂ on all ranks; None if this one has all of them."""
 
     def propose(
         self, gamma: float, inverse: DampedInverse, decayed: Matrices | None = None
@@ -93,7 +96,7 @@ class Proposer:
         with self.watch("direction"):
             directions = self._directions(inverse, decayed)
         with self.watch("fisher_products"):
-            gram = fisher_gram(self.network, self.examples, directions, self._factor, self.around)
+            gram = self._fisher_gram(directions)
         with self.watch("step_size"):
             found = model_numbers(point, self.curvature, directions, gram, rule.bounded)
             if found is None:
@@ -127,9 +130,7 @@ class Proposer:
         if self.clip is not None:
             fisher = quadratic_form(found.fisher, step.coefficients)
             if rule.cg_steps > 1:  # not along the two directions
-                fisher = float(
-                    fisher_gram(self.network, self.examples, [delta], self._factor, self.around)
-                )
+                fisher = float(self._fisher_gram([delta]))
             step, cut = clip_to_radius(step, fisher, self.clip)
             slope *= cut
             _shorten(delta, momentum, cut)
@@ -143,7 +144,7 @@ class Proposer:
             momentum=momentum,
             loss=found.returned,
             penalty=penalty,
-            loss_seen=point.evaluation.batch.seen_loss is not None
+            loss_seen=point.evaluation.seen_loss is not None
             and point.evaluation.agrees(found.loss, found.seen_loss),
             curvature_share=curvature / damped if damped > 0 else 1.0,
             far=not rule.bounded and quadratic_form(found.inner, step.coefficients) > found.squares,
@@ -170,7 +171,18 @@ class Proposer:
     @property
     def _factor(self) -> float:
         """What the terms of S₂ count: examples of the whole mini-batch over those of S₂."""
-        return self.point.evaluation.batch.examples / self.examples.examples
+        evaluation = self.point.evaluation
+        return evaluation.examples / (self.fisher_examples or self.examples.examples)
+
+    @property
+    def _world(self) -> World:
+        return self.point.evaluation.spread.world
+
+    def _fisher_gram(self, directions: Sequence[Matrices]) -> Tensor:
+        """v_iᵀ F v_j on S₂."""
+        return fisher_gram(
+            self.network, self.examples, directions, self._factor, self.around, self._world
+        )
 
     def _directions(self, inverse: DampedInverse, decayed: Matrices | None) -> list[Matrices]:
         """Δ, and δ₀ with momentum."""
@@ -207,13 +219,13 @@ class Proposer:
 
     def _low_rank(self) -> list[bool]:
         """The units for which the gradient's factors are cheaper to multiply, if they are there."""
-        examples = self.point.evaluation.batch.examples
+        examples = self.point.evaluation.examples
         return [low_rank_pays(unit.shape, examples) for unit in self.network.units]
 
     def _product(self, v: Matrices) -> Matrices:
         """(F + λI + H) v on S₂, H the diagonal matrix of η."""
         m = self.measurement
-        Fv = fisher_product(self.network, self.examples, v, self._factor, self.around)
+        Fv = fisher_product(self.network, self.examples, v, self._factor, self.around, self._world)
         decay = self.point.evaluation.weight_decay
         if not decay.uniform:
             parts = decay.times(self.network.parameters, self.network.split(v))
@@ -223,7 +235,7 @@ class Proposer:
 
     def model_along(self, delta: Matrices) -> Along:
         """M along a step that is none of `propose`'s, for one more J v."""
-        gram = fisher_gram(self.network, self.examples, [delta], self._factor, self.around)
+        gram = self._fisher_gram([delta])
         found = model_numbers(self.point, self.curvature, [delta], gram, self.rule.bounded)
         if found is None:
             raise RefusedError("The curvature of the step is not finite.")

@@ -14,8 +14,10 @@ from torch import Tensor
 from kronfac.candidates import best_proposal
 from kronfac.control import Kept, Measurement, Pending, StepState
 from kronfac.curvature import Curvature, ema_decay
-from kronfac.curvature.estimate import Sample, estimate
-from kronfac.evaluation import Evaluation, Point
+from kronfac.curvature.estimate import Sample, estimate, head_counts
+from kronfac.distributed import Phase, Place, World
+from kronfac.errors import RankError
+from kronfac.evaluation import Evaluation, Point, RefusedError
 from kronfac.first_damping import first_lambda
 from kronfac.groups import PerParameter
 from kronfac.learning_rate import ONE, apply_rates
@@ -63,13 +65,20 @@ def compute_step(
     with watch("reduction_ratio"):
         step_state = _compare_average(settings, evaluation, before.step, m)
     with watch("statistics"):
-        S1, S2, around = curvature_examples(settings, evaluation, m)
-        curvature, current, generator = update_curvature(
-            settings, evaluation, S1, before, m, around
-        )
+        some = curvature_examples(settings, evaluation, m)
+        curvature, current, generator = update_curvature(settings, evaluation, some, before, m)
         before = replace(before, current=current)
     proposer = Proposer(
-        point, S2, curvature, settings.step_size, step_state, m, watch, settings.clip, around
+        point,
+        some.fisher,
+        curvature,
+        settings.step_size,
+        step_state,
+        m,
+        watch,
+        settings.clip,
+        some.around,
+        None if some.place is None else some.place.fisher,
     )
     trials = 0
     if m.iteration == 1 and (settings.damping.search is not None or math.isnan(m.lambda_)):
@@ -156,21 +165,54 @@ def compute_step(
     )
 
 
+def agree(world: World, outcome: Transition | RefusedError) -> None:
+    """Let no rank take a step before all of them have the same one.
+
+    Raises:
+        RankError: they have not.
+    """
+    if world.size == 1:
+        return
+    step = [0.0] * 4
+    if isinstance(outcome, Transition):
+        r = outcome.report
+        step = [1.0, r.loss, r.predicted_change or 0.0, r.alpha or 0.0]
+    rows = world.gather(Phase.COMMIT, step)
+    if any(row != step for row in rows):
+        raise RankError(
+            f"The ranks have computed different steps (taken, loss, predicted change, α): {rows}. No rank "
+            "takes one. They have to have the same model, settings, torch and kind of processor."
+        )
+
+
 # -------------------------------------------------------------------------------------------- measure
+
+
+@dataclass(frozen=True)
+class CurvatureExamples:
+    """The examples that the curvature of a step is taken on."""
+
+    statistics: Batch
+    """S₁."""
+    fisher: Batch
+    """S₂."""
+    around: Linearizer
+    """How passes over them are made."""
+    place: Place | None = None
+    """Where they stand among those of all ranks; None in one process."""
 
 
 def curvature_examples(
     settings: Settings, evaluation: Evaluation, m: Measurement
-) -> tuple[Batch, Batch, Linearizer]:
-    """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8]; and how passes over them are made."""
-    batch = evaluation.batch
-    fractions = settings.shares(
-        m.examples, batch.most_terms, convolutional=evaluation.network.convolutional
-    )
+) -> CurvatureExamples:
+    """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8]."""
+    batch, spread = evaluation.batch, evaluation.spread
+    terms = batch.most_terms + spread.terms_elsewhere
+    fractions = settings.shares(m.examples, terms, convolutional=evaluation.network.convolutional)
     if batch.random and not batch.traced:
         # Statistics and J v have to see the same masks, which depend on the examples of a pass.
         fractions = fractions[1], fractions[1]
-    explicit = can_be_explicit(evaluation.network, batch)
+    explicit = spread.explicit and can_be_explicit(evaluation.network, batch)
     if explicit and settings.statistics_fraction is None:
         # J v is then a by-product of the statistics, if they are of the same examples.
         fractions = fractions[1], fractions[1]
@@ -178,23 +220,44 @@ def curvature_examples(
     if not settings.first_examples:
         # A generator of its own, so that the targets' stream stays as it is; no state to be saved.
         generator = torch.Generator().manual_seed(SUBSET_SEEDS * settings.fisher.seed + m.iteration)
-    S1, S2 = subsets(evaluation.network, batch, sizes(batch, *fractions), generator)
-    return S1, S2, Linearizer(evaluation.network, keeps=explicit and S1 is S2)
+    counts = sizes(m.examples, *fractions)
+    S1, S2 = subsets(evaluation.network, batch, counts, generator, spread)
+    around = Linearizer(evaluation.network, keeps=explicit and S1 is S2)
+    return CurvatureExamples(S1, S2, around, find_place(spread.world, S1, S2))
+
+
+def find_place(world: World, S1: Batch, S2: Batch) -> Place | None:
+    """Where this rank's examples stand among those of all ranks; None in one process."""
+    if world.size == 1:
+        return None
+    heads = [0.0 if S1.weightless else float(n) for n in head_counts(S1.passes).values()]
+    rows = world.gather(Phase.EXAMPLES, [float(S1.examples), float(S2.examples), *heads])
+    if len({len(row) for row in rows}) > 1:
+        raise RankError(
+            "The ranks' closures call different losses: "
+            f"{', '.join(str(len(row) - 2) for row in rows)} kinds of loss calls. Call the same "
+            "losses on all ranks."
+        )
+    totals = [sum(column) for column in zip(*rows, strict=True)]
+    before = [sum(column) for column in zip(*rows[: world.rank], strict=True)] or [0.0] * len(
+        totals
+    )
+    pairs = zip(totals[2:], before[2:], strict=True)
+    return Place(int(totals[0]), int(totals[1]), [(int(all_), int(own)) for all_, own in pairs])
 
 
 def update_curvature(
     settings: Settings,
     evaluation: Evaluation,
-    S1: Batch,
+    some: CurvatureExamples,
     before: State,
     m: Measurement,
-    around: Linearizer,
 ) -> tuple[Curvature, CurrentInverse | None, Tensor]:
     """The moving averages with S₁ in them [§5], the inverse in use, and the generator's new state.
 
     Most inverses stay as they are until the next refresh.
     """
-    network = evaluation.network
+    network, S1, place = evaluation.network, some.statistics, some.place
     generator = torch.Generator(device=network.device)
     generator.set_state(before.generator)
     fisher, memory = settings.fisher, settings.step_size.long_memory
@@ -207,9 +270,12 @@ def update_curvature(
     curvature = estimate(
         Sample(
             S1.passes,
-            lambda part: around.for_statistics(cast(Pass, part)),
-            factor=m.examples / S1.examples,
+            lambda part: some.around.for_statistics(cast(Pass, part)),
+            factor=m.examples / (S1.examples if place is None else place.statistics),
             nothing=network.unused,
+            world=evaluation.spread.world,
+            place=place,
+            weightless=S1.weightless,
         ),
         [unit.block for unit in network.units],
         fisher,

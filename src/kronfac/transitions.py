@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from kronfac.closure_call import evaluate
+from kronfac.distributed import Processes
 from kronfac.evaluation import Evaluation, Point, RefusedError
 from kronfac.grad_scaler import Scaling
 from kronfac.gradient_check import GradientCheck
@@ -22,9 +23,10 @@ from kronfac.planning import Plan, untouched
 from kronfac.precision import Context
 from kronfac.report import Event, EventKind, EventWarnings, StepReport, Stopwatch
 from kronfac.settings import Settings
+from kronfac.spreading import spread_out
 from kronfac.state import State
 from kronfac.state_groups import MOMENTUM
-from kronfac.step import Transition, compute_step
+from kronfac.step import Transition, agree, compute_step
 from kronfac.validation import Validation, in_turn, suspects, validate
 
 
@@ -40,6 +42,9 @@ class SteppingOptimizer(torch.optim.Optimizer):
     _recorder: StandingRecorder
     _verbose: bool
     _warn_of_events: EventWarnings
+    _wrapped: bool | None
+    """Whether something averages gradients over ranks, as DistributedDataParallel does; None if that is not
+    known yet."""
 
     def _step(self, closure: Callable[[], Any] | None, callers: Context) -> Any:
         watch = Stopwatch()
@@ -70,6 +75,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
                 with watch("gradient"):
                     evaluation = self._evaluate(closure, callers)
             outcome = self._compute(evaluation, watch, outlier)
+        agree(evaluation.spread.world, outcome)
         report = self._commit(evaluation, outcome, watch)
         if validation is not None:
             events = () if validation.event is None else (validation.event,)
@@ -92,27 +98,35 @@ class SteppingOptimizer(torch.optim.Optimizer):
         return all(id(record) in kept for record in earlier), returned
 
     def _evaluate(self, closure: Callable[[], Any], callers: Context) -> Evaluation:
-        evaluation = evaluate(
-            closure,
-            self.model,
-            self.network,
-            weight_decay=PerParameter.of_groups(self.param_groups, "weight_decay"),
-            inverse=self.settings.inverse,
-            callers=callers,
-        )
+        def own() -> Evaluation:
+            return evaluate(
+                closure,
+                self.model,
+                self.network,
+                weight_decay=PerParameter.of_groups(self.param_groups, "weight_decay"),
+                inverse=self.settings.inverse,
+                callers=callers,
+            )
+
+        evaluation = self._spread_out(own)
+        assert evaluation is not None
         with self.network.buffers.preserved():
             return self._check(evaluation, self._state.iteration + 1)
 
     def _evaluate_loop(self) -> Evaluation | None:
         """What a loop without a closure has computed; None if there is nothing to take a step from."""
         scaling = Scaling.of(self)
-        evaluation = evaluate_loop(
-            self._recorder,
-            self.network,
-            weight_decay=PerParameter.of_groups(self.param_groups, "weight_decay"),
-            inverse=self.settings.inverse,
-            scaling=scaling,
-        )
+
+        def own() -> Evaluation | None:
+            return evaluate_loop(
+                self._recorder,
+                self.network,
+                weight_decay=PerParameter.of_groups(self.param_groups, "weight_decay"),
+                inverse=self.settings.inverse,
+                scaling=scaling,
+            )
+
+        evaluation = self._spread_out(own)
         if evaluation is None:
             return None
         if not evaluation.comparable():
@@ -122,6 +136,14 @@ class SteppingOptimizer(torch.optim.Optimizer):
             return evaluation
         with self.network.buffers.preserved():
             return self._check(evaluation, self._state.iteration + 1, scaling.unscaled)
+
+    def _spread_out(self, own: Callable[[], Evaluation | None]) -> Evaluation | None:
+        """This rank's evaluation as part of that of all ranks."""
+        iteration = self._state.iteration + 1
+        evaluation, self._wrapped = spread_out(
+            Processes.current(), own, iteration=iteration, wrapped=self._wrapped
+        )
+        return evaluation
 
     def _forget_gradients(self) -> None:
         """Drop all gradients, so that a closure does not add to them."""
@@ -228,7 +250,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
             loss=float(evaluation.returned_loss),
             lambda_=self._state.damping.lambda_,
             gamma=math.nan if gamma is None else gamma.gamma,
-            examples=evaluation.batch.examples,
+            examples=evaluation.examples,
             seconds=watch.seconds,
             events=(Event(EventKind.REFUSED, str(refusal)),),
         )

@@ -7,12 +7,14 @@
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from kronfac.curvature.taps import Taps
+from kronfac.distributed import Part
 from kronfac.errors import StateError
 from kronfac.storage import Layout, Storable, tensors_in
 
@@ -97,6 +99,9 @@ class Moments(Storable, ABC):
     def size(self) -> int:
         """The number of parameters."""
 
+    symmetric: ClassVar[frozenset[str]] = frozenset()
+    """The fields that are symmetric matrices, if they are matrices."""
+
     def check(self, *units: Layout) -> None:
         """Raise a StateError if they can't be of this unit: of another shape, dtype or size."""
         super().check(*units)
@@ -146,6 +151,21 @@ class Average(Protocol):
         """The average with everything that was added."""
         ...
 
+    def parts(self) -> list[Part]:
+        """The sums that were made so far, of an average without an old value: to be summed over ranks.
+
+        After something was added: all ranks have the same shapes.
+        """
+        ...
+
+    def counts(self) -> list[float]:
+        """The shares of all examples that the parts are of, as many as the kind of average has."""
+        ...
+
+    def recount(self, counts: Sequence[float]) -> None:
+        """Take over the shares on all ranks."""
+        ...
+
 
 class Block(ABC):
     """How the curvature of a unit is approximated; immutable, holds settings only."""
@@ -191,11 +211,40 @@ class SimpleAverage:
             return self._sum
         return _combine(self._old, self._decay, self._sum, 1 - self._decay)
 
+    def parts(self) -> list[Part]:
+        """The fields of the sum."""
+        assert self._sum is not None
+        return parts_of(self._sum)
+
+    def counts(self) -> list[float]:
+        """None: the sums are no means."""
+        return []
+
+    def recount(self, counts: Sequence[float]) -> None:
+        """Nothing: the sums are no means."""
+
+
+def parts_of(moments: Moments) -> list[Part]:
+    """The tensors of moments, and whether they are symmetric."""
+    values = ((f.name, getattr(moments, f.name)) for f in fields(moments))  # type: ignore[arg-type]
+    symmetric = moments.symmetric
+    return [Part(t, name in symmetric) for name, t in values if isinstance(t, Tensor)]
+
+
+def blend(old: Moments | None, new: M, decay: float) -> M:
+    """decay · old + (1 − decay) · new; the new one if there is no old one of its kind."""
+    if decay == 0 or not isinstance(old, type(new)):
+        return new
+    return _combine(old, decay, new, 1 - decay)
+
 
 def _combine(a: M, x: float, b: M, y: float) -> M:
     """x a + y b, tensor by tensor; what else there is, such as sizes, is the same in both."""
     values: dict[str, Any] = {}
     for f in fields(a):  # type: ignore[arg-type]
         left, right = getattr(a, f.name), getattr(b, f.name)
-        values[f.name] = left * x + right * y if isinstance(left, Tensor) else left
+        if isinstance(left, Tensor):
+            values[f.name] = left * x + right * y
+        else:
+            values[f.name] = _combine(left, x, right, y) if isinstance(left, Moments) else left
     return type(a)(**values)

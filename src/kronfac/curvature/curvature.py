@@ -1,7 +1,9 @@
 """The curvature of all units: their moments, and what couples neighbours in a chain."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Annotated
 
 import torch
@@ -53,6 +55,15 @@ class Curvature(Storable):
         for link, *pair in zip(self.links, units, units[1:], strict=False):
             if link is not None:
                 link.check(*pair)
+
+    def of_units(self, numbers: Sequence[int]) -> "Curvature":
+        """That of some units; links between neighbours of which one is missing are left out."""
+        links: tuple[Link | None, ...] = ()
+        if self.links:
+            links = tuple(
+                self.links[n] if n + 1 == following else None for n, following in pairwise(numbers)
+            )
+        return replace(self, blocks=tuple(self.blocks[n] for n in numbers), links=links)
 
     def mean(self) -> float:
         """tr F̆ / dim F̆, of the size of a typical eigenvalue; 1 if that is 0 or not finite."""

@@ -6,9 +6,8 @@ prepared and damped together; a chain is divided between units whose e differs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-from kronfac.curvature.curvature import Curvature, Link
+from kronfac.curvature.curvature import Curvature
 from kronfac.curvature.inverse import (
     ApproximateInverse,
     ChainOperator,
@@ -30,11 +29,14 @@ class DampedByUnit(ApproximateInverse):
     def for_trials(self) -> ApproximateInverse:
         return replace(self, inverse=self.inverse.for_trials)
 
+    def of_units(self, numbers: Sequence[int]) -> ApproximateInverse:
+        return replace(self, extra=tuple(self.extra[n] for n in numbers))
+
     def prepare(self, curvature: Curvature) -> "_Prepared":
         parts = []
         for extra in sorted(set(self.extra)):
             numbers = [n for n, e in enumerate(self.extra) if e == extra]
-            parts.append((extra, numbers, self.inverse.prepare(_part(curvature, numbers))))
+            parts.append((extra, numbers, self.inverse.prepare(curvature.of_units(numbers))))
         return _Prepared(parts)
 
 
@@ -51,14 +53,3 @@ class _Prepared:
                 pieces[numbers[place]] = piece
                 place += piece.length if isinstance(piece, ChainOperator) else 1
         return DampedInverse(tuple(pieces[n] for n in sorted(pieces)))
-
-
-def _part(curvature: Curvature, numbers: Sequence[int]) -> Curvature:
-    """The curvature of some units; links between neighbours of which one is missing are left out."""
-    links: tuple[Link | None, ...] = ()
-    if curvature.links:
-        links = tuple(
-            curvature.links[n] if n + 1 == following else None for n, following in pairwise(numbers)
-        )
-    blocks = tuple(curvature.blocks[n] for n in numbers)
-    return replace(curvature, blocks=blocks, links=links)

@@ -44,6 +44,7 @@ from kronfac.curvature.damping import FactoredTikhonov, Tikhonov
 from kronfac.curvature.inverse import ApproximateInverse, DampedInverse, Piece, failed
 from kronfac.curvature.kronecker import KroneckerMoments
 from kronfac.curvature.taps import AnyTap, SummedGradient, Tap, Taps, gradients_of_examples
+from kronfac.distributed import Part
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.linalg import Failure, each, eigh
 from kronfac.linalg.kronecker import kron
@@ -227,6 +228,10 @@ class EigenvalueUpdate:
             if average is not None and not isinstance(unit, SummedGradient) and len(unit):
                 average.add(unit, weight)
 
+    def parts(self) -> list[Part]:
+        """The new sums of all units, zeros for one that was not used here."""
+        return [Part(average.new()) for average in self._averages if average is not None]
+
     def value(self) -> DampedInverse:
         """The inverse with everything that was added."""
         pieces = zip(self._inverse.pieces, self._averages, strict=True)
@@ -245,6 +250,7 @@ class _Average:
         self._old = old
         self._decay = min(1 - 1 / (old.observed + 2), decay)
         self._sum: Tensor | None = None
+        self._apart = False
 
     def add(self, taps: Sequence[AnyTap], weight: float) -> None:
         """Add weight · Σ_examples (E_Gᵀ (Σ_places g āᵀ) E_A)²."""
@@ -263,10 +269,21 @@ class _Average:
             rotated = _rotate(_rotate(V, self._old.E_A).mT, self._old.E_G).mT
             self._sum.add_(rotated.square().sum(dim=0), alpha=weight)
 
+    def new(self) -> Tensor:
+        """What was added, without the old S, which comes back in `value`."""
+        if self._sum is None:
+            self._sum = torch.zeros_like(self._old.S)
+        else:
+            self._sum.sub_(self._old.S, alpha=self._decay)
+        self._apart = True
+        return self._sum
+
     def value(self) -> EigenvalueCorrected:
         """The operator with the new S; the old one if nothing was added."""
         if self._sum is None:
             return self._old
+        if self._apart:
+            self._sum.add_(self._old.S, alpha=self._decay)
         # A square may be infinite, or 0 · ∞, if A and G are not; what it was the last time will do.
         S = torch.where(self._sum.isfinite(), self._sum, self._old.S)
         return replace(self._old, S=S, observed=self._old.observed + 1)

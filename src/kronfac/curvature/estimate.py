@@ -12,12 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Block, Moments
+from kronfac.curvature.base import Average, Block, Moments, blend
 from kronfac.curvature.curvature import Curvature, Link
 from kronfac.curvature.fisher import Fisher, Outputs
 from kronfac.curvature.inverse import InverseUpdate
 from kronfac.curvature.kronecker import KroneckerBlock, Product, direct_or_transposed
 from kronfac.curvature.taps import Rows, SummedGradient, Tap, Taps
+from kronfac.distributed import ALONE, Part, Phase, Place, World
 from kronfac.objective import Terms
 
 
@@ -68,11 +69,26 @@ class Sample:
     """What the terms count: examples of the whole mini-batch over those of S₁."""
     nothing: Callable[[int], Taps] = lambda unit: []
     """What a unit shows that none of the examples uses: zeros."""
+    world: World = ALONE
+    """The ranks that S₁ is spread over."""
+    place: Place | None = None
+    """Where this rank's part of S₁ stands in it; None if it is all of it."""
+    weightless: bool = False
+    """Whether this rank has none of S₁: its passes are of an example that counts nothing."""
 
     @property
     def examples(self) -> int:
-        """How many there are."""
+        """How many there are, on all ranks."""
+        if self.place is not None:
+            return self.place.statistics
         return sum(part.examples for part in self.passes)
+
+    def head(self, number: int, own: int) -> tuple[int, int]:
+        """Terms of a kind of loss call on all ranks, and how many of them are those of ranks before."""
+        if self.place is None:
+            return own, 0
+        total, before = self.place.heads[number]
+        return total, 0 if self.weightless else before
 
 
 def estimate(
@@ -102,12 +118,20 @@ def estimate(
         raise ValueError(
             f"The moving average is of {len(old.blocks)} units, the network has {len(blocks)}."
         )
-    averages = [block.average(_old(block, old, i), decay) for i, block in enumerate(blocks)]
-    chains = _Chains(blocks, links, old, decay)
+    alone = sample.world.size == 1
+    # The old averages are the same on all ranks: they enter once, after the sum over the ranks.
+    averages = [
+        block.average(_old(block, old, i), decay) if alone else block.average(None, 0.0)
+        for i, block in enumerate(blocks)
+    ]
+    chains = _Chains(blocks, links, old, decay) if alone else _Chains(blocks, links, None, 0.0)
     total = sample.examples
     met = [False] * len(blocks)
+    signs = generator
+    if not alone:  # as many as a rank has examples, and the ranks' generators stay alike
+        signs = torch.Generator(generator.device).manual_seed(_seed(generator, sample.world.rank))
     for part, view, noise in _with_noise(sample, fisher, generator):
-        first, share = True, part.examples / total
+        first, share = True, 0.0 if sample.weightless else part.examples / total
         scale = part.terms[0].scale or 1.0
         weight = scale * sample.factor / fisher.draws
         outputs = [
@@ -118,7 +142,7 @@ def estimate(
         padded = fisher.independent and not any(links) and any(map(_has_padding, part.terms))
         for vectors in fisher.vectors(outputs):
             if not fisher.independent and view.summed:
-                vectors = _with_signs(vectors, part, generator)  # noqa: PLW2901
+                vectors = _with_signs(vectors, part, signs)  # noqa: PLW2901
             weighed = [
                 None if v is None else terms.weigh_by_root(v, scale)
                 for terms, v in zip(part.terms, vectors, strict=True)
@@ -135,10 +159,71 @@ def estimate(
                 update.add(taps, weight)
             first = False
     for n, average in enumerate(averages):
-        if not met[n] and _old(blocks[n], old, n) is None:
-            average.add(sample.nothing(n), True, 1.0, 0.0)
-    moments = tuple(average.value() for average in averages)
-    return Curvature(moments, chains.value(), _examples(total, old, decay))
+        if not met[n] and (not alone or _old(blocks[n], old, n) is None):
+            average.add(sample.nothing(n), True, 1.0 if alone else 0.0, 0.0)
+    if alone:
+        moments = tuple(average.value() for average in averages)
+        return Curvature(moments, chains.value(), _examples(total, old, decay))
+    used = _sum_over_ranks(sample.world, averages, met, chains, update)
+    moments = tuple(
+        _blended(average, _old(block, old, n), decay, n in used)
+        for n, (block, average) in enumerate(zip(blocks, averages, strict=True))
+    )
+    linked = _blended_links(chains.value(), old, decay)
+    return Curvature(moments, linked, _examples(total, old, decay))
+
+
+def _sum_over_ranks(
+    world: World,
+    averages: Sequence[Average],
+    met: Sequence[bool],
+    chains: "_Chains",
+    update: InverseUpdate | None,
+) -> set[int]:
+    """Sum what the ranks have seen, in place; the numbers of the units that any of them has used."""
+    counts = [average.counts() for average in averages]
+    numbers = [float(used) for used in met] + [count for own in counts for count in own]
+    totals = world.total(Phase.STATISTICS, numbers)
+    start = len(met)
+    for own, average in zip(counts, averages, strict=True):
+        if own and any(totals[start : start + len(own)]):
+            average.recount(totals[start : start + len(own)])
+        start += len(own)
+    parts = [part for average in averages for part in average.parts()] + chains.parts()
+    world.sum_(Phase.STATISTICS, parts if update is None else parts + update.parts())
+    return {n for n, ranks in enumerate(totals[: len(met)]) if ranks}
+
+
+def _blended(average: Average, old: Moments | None, decay: float, used: bool) -> Moments:
+    """The moving average of a unit; as it was if no rank has used it."""
+    if old is not None and not used:
+        return old
+    if not used:
+        average.recount([1.0 for _ in average.counts()][:1] + [0.0 for _ in average.counts()][1:])
+    return blend(old, average.value(), decay)
+
+
+def _blended_links(
+    new: tuple[Link | None, ...], old: Curvature | None, decay: float
+) -> tuple[Link | None, ...]:
+    if old is None or not old.links or decay == 0:
+        return new
+    pairs = zip(new, old.links, strict=True)
+    return tuple(
+        link
+        if link is None or before is None
+        else Link(
+            torch.lerp(link.A_next, before.A_next, decay),
+            torch.lerp(link.G_next, before.G_next, decay),
+        )
+        for link, before in pairs
+    )
+
+
+def _seed(generator: torch.Generator, rank: int) -> int:
+    """A seed that differs from rank to rank and from step to step."""
+    state = generator.get_state()
+    return (int(state.to(torch.int64).sum()) * 1_000_003 + rank) % 2**63
 
 
 def _has_padding(terms: Terms) -> bool:
@@ -196,10 +281,8 @@ def _with_noise(
 
     A generator asked in chunks gives other numbers: so the estimate does not depend on the chunk size.
     """
-    counts: dict[object, int] = defaultdict(int)
-    for part in sample.passes:
-        for j, terms in enumerate(part.terms):
-            counts[_head(j, terms)] += terms.count
+    counts = head_counts(sample.passes)
+    places = {head: sample.head(n, own) for n, (head, own) in enumerate(counts.items())}
     left: dict[object, Tensor | None] = {}
     for part in sample.passes:
         view = sample.linearize(part)
@@ -207,11 +290,22 @@ def _with_noise(
         for j, (terms, z) in enumerate(zip(part.terms, view.outputs, strict=True)):
             head = _head(j, terms)
             if head not in left:
-                left[head] = fisher.noise(terms, counts[head], z, generator)
+                whole, before = places[head]
+                drawn = fisher.noise(terms, whole, z, generator)
+                left[head] = None if drawn is None else drawn[:, before:]
             draws = left[head]
             noise.append(None if draws is None else draws[:, : terms.count])
             left[head] = None if draws is None else draws[:, terms.count :]
         yield part, view, noise
+
+
+def head_counts(passes: Sequence[Examples]) -> dict[object, int]:
+    """The terms of every kind of loss call, in the order in which they come."""
+    counts: dict[object, int] = defaultdict(int)
+    for part in passes:
+        for j, terms in enumerate(part.terms):
+            counts[_head(j, terms)] += terms.count
+    return counts
 
 
 def _head(number: int, terms: Terms) -> object:
@@ -257,6 +351,10 @@ class _Chains:
             return None
         a, g = block.rows(direct_or_transposed(taps))
         return a[0], g[0]
+
+    def parts(self) -> list[Part]:
+        """All sums, to be summed over ranks."""
+        return [Part(side.sum) for pair in self._products if pair is not None for side in pair]
 
     def value(self) -> tuple[Link | None, ...]:
         """The averages with everything that was added."""

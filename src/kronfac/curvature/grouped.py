@@ -7,6 +7,7 @@ the mean of ā āᵀ over all places of all examples, G_g the sum of g gᵀ over
 Layouts: A (groups, columns, columns), G (groups, r, r).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from kronfac.curvature.base import Block, Moments
 from kronfac.curvature.damping import FactoredTikhonov, Tikhonov
 from kronfac.curvature.taps import GroupedTap, SummedGradient, Taps
+from kronfac.distributed import Part
 from kronfac.errors import UnsupportedModelError
 from kronfac.linalg import batched_inverse, kron
 from kronfac.storage import Shapes, Storable
@@ -171,6 +173,20 @@ class GroupedKroneckerAverage:
             A.mul_(new).add_(self._old.A, alpha=self._decay),
             (G * new).add_(self._old.G, alpha=self._decay),
         )
+
+    def parts(self) -> list[Part]:
+        """Both sums."""
+        assert self._A is not None
+        assert self._G is not None
+        return [Part(self._A, symmetric=True), Part(self._G, symmetric=True)]
+
+    def counts(self) -> list[float]:
+        """The share of the examples."""
+        return [self._counted]
+
+    def recount(self, counts: Sequence[float]) -> None:
+        """Take over the share on all ranks."""
+        (self._counted,) = counts
 
 
 def _add(total: Tensor | None, x: Tensor, weight: float) -> Tensor:

@@ -18,6 +18,7 @@ from kronfac.curvature.damping import Tikhonov
 from kronfac.curvature.fisher import Fisher, Outputs, Vector
 from kronfac.curvature.kronecker import KroneckerBlock, Product, direct_or_transposed
 from kronfac.curvature.taps import Taps
+from kronfac.distributed import Part
 from kronfac.linalg import shifted_inverse
 from kronfac.linalg.kronecker import kron, multiply_left, multiply_right
 from kronfac.ranges import Count
@@ -177,3 +178,15 @@ class InputAverage:
         elif self._product is not None:
             A = self._product.value(self._counted)
         return InputMoments(A, self._block.rows, self._block.columns, self._transposed)
+
+    def parts(self) -> list[Part]:
+        """The sum, unless the unit is left as it is."""
+        return [] if self._product is None else [Part(self._product.sum, symmetric=True)]
+
+    def counts(self) -> list[float]:
+        """The share of the examples."""
+        return [self._counted]
+
+    def recount(self, counts: Sequence[float]) -> None:
+        """Take over the share on all ranks."""
+        (self._counted,) = counts

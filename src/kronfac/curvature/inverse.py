@@ -17,6 +17,7 @@ from kronfac.curvature.base import InverseCost, Moments, Operator
 from kronfac.curvature.curvature import Curvature
 from kronfac.curvature.damping import FactoredTikhonov
 from kronfac.curvature.taps import Taps
+from kronfac.distributed import Part
 from kronfac.errors import StateError
 from kronfac.linalg import Failure, KroneckerProduct, OuterProduct
 from kronfac.storage import Layout, Storable
@@ -151,6 +152,10 @@ class InverseUpdate(Protocol):
         """Add what one backward pass shows of all units; `weight` is what squares of gradients count."""
         ...
 
+    def parts(self) -> list[Part]:
+        """What was added so far, to be summed over ranks; then it counts as added."""
+        ...
+
     def value(self) -> DampedInverse:
         """The inverse with everything that was added."""
         ...
@@ -171,6 +176,10 @@ class ApproximateInverse(ABC):
     @property
     def for_trials(self) -> "ApproximateInverse":
         """An inverse much like this one, for trial steps, if this one is expensive."""
+        return self
+
+    def of_units(self, numbers: Sequence[int]) -> "ApproximateInverse":
+        """The same for some of the units."""
         return self
 
     def between_refreshes(self, inverse: DampedInverse, decay: float) -> InverseUpdate | None:

@@ -28,6 +28,7 @@ from kronfac.curvature.base import (
 from kronfac.curvature.damping import ExactTikhonov, Tikhonov
 from kronfac.curvature.scattered_rows import ScatteredRows
 from kronfac.curvature.taps import OneHot, Rows, SummedGradient, Tap, Taps
+from kronfac.distributed import Part
 from kronfac.errors import UnsupportedModelError
 from kronfac.linalg import EigenKroneckerSum, KroneckerProduct, eigh, shifted_inverse
 from kronfac.linalg.gram import add_gram
@@ -45,6 +46,8 @@ class KroneckerMoments(Moments):
 
     A: Tensor  # E[ā āᵀ] (columns, columns)
     G: Tensor  # E[g gᵀ] (rows, rows)
+
+    symmetric = frozenset({"A", "G"})
 
     def shapes(self, rows: int, columns: int) -> Shapes:
         """Square sides, or their diagonals."""
@@ -217,6 +220,25 @@ class KroneckerAverage:
         mean, total = inputs.value(self._counted), grads.value()
         return KroneckerMoments(total, mean) if self._transposed else KroneckerMoments(mean, total)
 
+    def begin(self, zeros: KroneckerMoments, transposed: bool) -> None:
+        """Begin the sums of a unit that is not used on this rank."""
+        self._transposed = transposed
+        for side, zero in zip(self.sides, (zeros.A, zeros.G), strict=True):
+            side.begin(zero)
+
+    def parts(self) -> list[Part]:
+        """Both sums, A first."""
+        return [Part(side.sum, symmetric=True) for side in self.sides]
+
+    def counts(self) -> list[float]:
+        """The share of the examples, by the direction in which the unit is used."""
+        return [0.0, self._counted] if self._transposed else [self._counted, 0.0]
+
+    def recount(self, counts: Sequence[float]) -> None:
+        """Take over the shares on all ranks."""
+        direct, transposed = counts
+        self._transposed, self._counted = transposed > direct, max(counts)
+
 
 def direct_or_transposed(taps: Taps) -> list[Tap]:
     """The uses of a unit whose factors are taken from ā and g, all in the same direction."""
@@ -272,6 +294,16 @@ class Product:
             self._sum = new
         else:
             self._sum = torch.add(new, self._old, alpha=self._decay)
+
+    def begin(self, zero: Tensor) -> None:
+        """Begin with nothing."""
+        self._sum = zero
+
+    @property
+    def sum(self) -> Tensor:
+        """What was added so far."""
+        assert self._sum is not None
+        return self._sum
 
     def value(self, share: float = 1.0) -> Tensor:
         """The average with everything that was added, which had this share of the weight."""

@@ -12,6 +12,7 @@ with A on the side of the columns and G on that of the rows. Rows may be many, a
 factors on their side are kept as diagonals then, and nothing is as large as rows times rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -22,6 +23,7 @@ from kronfac.curvature.base import Block, Moments
 from kronfac.curvature.damping import FactoredTikhonov, Tikhonov
 from kronfac.curvature.kronecker import KroneckerAverage, KroneckerBlock, KroneckerMoments
 from kronfac.curvature.taps import SummedGradient, Tap, Taps
+from kronfac.distributed import Part
 from kronfac.linalg import KroneckerSumInverse, invert_sum, shift_diagonal
 from kronfac.storage import Layout
 
@@ -159,6 +161,31 @@ class KroneckerSumAverage:
             return KroneckerSumMoments(direct, _zeros(self._block.transposed, direct))
         transposed = self._transposed.value()
         return KroneckerSumMoments(_zeros(self._block.direct, transposed), transposed)
+
+    def parts(self) -> list[Part]:
+        """All sums, those of the direct uses first; zeros for a product without any use here."""
+        used = [average for average, u in zip(self._averages, self._used, strict=True) if u]
+        like = KroneckerMoments(*(side.sum for side in used[0].sides))
+        blocks = (self._block.direct, self._block.transposed)
+        for number, (average, block) in enumerate(zip(self._averages, blocks, strict=True)):
+            if not self._used[number]:
+                average.begin(_zeros(block, like), transposed=bool(number))
+        return [part for average in self._averages for part in average.parts()]
+
+    def counts(self) -> list[float]:
+        """Those of both products."""
+        return [count for average in self._averages for count in average.counts()]
+
+    def recount(self, counts: Sequence[float]) -> None:
+        """Take over the shares on all ranks; a product that any of them uses is one."""
+        for number, average in enumerate(self._averages):
+            own = counts[2 * number : 2 * number + 2]
+            average.recount(own)
+            self._used[number] = max(own) > 0
+
+    @property
+    def _averages(self) -> tuple[KroneckerAverage, KroneckerAverage]:
+        return self._direct, self._transposed
 
 
 def _zeros(block: KroneckerBlock, like: KroneckerMoments) -> KroneckerMoments:

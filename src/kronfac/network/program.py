@@ -197,10 +197,14 @@ class Batch:
     """Whether K-FAC can compute the loss of these passes: all loss calls were seen."""
     mixed: bool = False
     """Whether the closure ran in half precision, which K-FAC's own passes do not."""
+    weightless: bool = False
+    """Whether it stands for no example at all, on a rank that has none: its terms count nothing."""
 
     @cached_property
     def examples(self) -> int:
         """m, the examples of all passes."""
+        if self.weightless:
+            return 0
         return sum(part.examples for part in self.passes)
 
     @cached_property

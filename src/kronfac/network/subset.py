@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kronfac.distributed import HERE, Spread
 from kronfac.network.division import arrange, division_of, norms_in_training, select
 from kronfac.network.network import Network
 from kronfac.network.program import Batch
@@ -20,14 +21,18 @@ NORMALIZED = 64
 """Examples at the least that BatchNorm takes its statistics from."""
 
 
-def sizes(batch: Batch, *fractions: float) -> list[int]:
+def sizes(examples: int, *fractions: float) -> list[int]:
     """⌈τ m⌉ for every fraction τ."""
     # 0.07 · 100 is a little above 7.
-    return [math.ceil(fraction * batch.examples - 1e-9) for fraction in fractions]
+    return [math.ceil(fraction * examples - 1e-9) for fraction in fractions]
 
 
 def subsets(
-    network: Network, batch: Batch, counts: Sequence[int], generator: torch.Generator | None
+    network: Network,
+    batch: Batch,
+    counts: Sequence[int],
+    generator: torch.Generator | None,
+    spread: Spread = HERE,
 ) -> list[Batch]:
     """Subsets with these numbers of examples, the smaller ones part of the larger ones.
 
@@ -36,13 +41,19 @@ def subsets(
         batch: the mini-batch.
         counts: how many examples each shall have; a pass that can't be divided counts as a whole.
         generator: draws them; None for the first ones.
+        spread: the rank's place in the mini-batch. Examples are chosen by their number among those of all
+            ranks, so that it does not matter how they are spread; where only whole passes can be chosen,
+            each rank chooses its part of them.
     """
     batch = arrange(network, batch)
-    total = batch.examples
+    own_total = batch.examples
+    total = own_total + spread.examples_elsewhere
     if min(counts) >= total:
         return [batch for _ in counts]
     divisions = [division_of(network, part) for part in batch.passes]
     if norms_in_training(network.model):
+        counts = [_share(count, own_total, total) for count in counts]
+        spread, total = HERE, own_total
         if len(batch.passes) > 1:  # a few examples of each would have no statistics
             return [_whole_passes(batch, count, generator) for count in counts]
         counts = [max(count, min(NORMALIZED, total)) for count in counts]
@@ -50,28 +61,40 @@ def subsets(
         part.examples > 1 and (division is None or division.dim != part.dim)
         for part, division in zip(batch.passes, divisions, strict=True)
     ):
+        counts = [_share(count, own_total, total) for count in counts]
         return [_whole_passes(batch, count, generator) for count in counts]
     order = None if generator is None else torch.randperm(total, generator=generator)
     found: dict[int, Batch] = {}
     for count in set(counts):
         chosen = range(count) if order is None else order[:count].sort().values
-        passes, start = [], 0
+        passes, start = [], spread.start
         for part, division in zip(batch.passes, divisions, strict=True):
-            own = chosen if len(divisions) == 1 else _between(chosen, start, start + part.examples)
+            whole = len(divisions) == 1 and spread.alone
+            own = chosen if whole else _between(chosen, start, start + part.examples)
             if len(own) == part.examples:
                 passes.append(part)
             elif len(own):
                 assert division is not None  # it has several examples
                 passes.append(select(part, own, division))
             start += part.examples
+        if not passes:
+            passes = [select(batch.passes[0], range(1), divisions[0])] if divisions[0] else []
+            passes = passes or [batch.passes[0]]
+            found[count] = replace(batch, passes=tuple(passes), weightless=True).scaled(0.0)
+            continue
         found[count] = replace(batch, passes=tuple(passes))
     return [found[count] for count in counts]
+
+
+def _share(count: int, own: int, total: int) -> int:
+    """A rank's part of so many examples."""
+    return -(-count * own // total)
 
 
 def _between(chosen: Tensor | range, start: int, stop: int) -> Tensor | range:
     """Those of the chosen examples that belong to a pass, counted from its first one."""
     if isinstance(chosen, range):
-        return range(min(max(chosen.stop - start, 0), stop - start))
+        return range(min(max(chosen.stop - start, 0), stop - start))  # the first ones
     return chosen[(chosen >= start) & (chosen < stop)] - start
 
 

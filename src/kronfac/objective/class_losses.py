@@ -65,7 +65,10 @@ def read_cross_entropy(
     elif mean:
         scale = 1 / len(targets)
     likelihood = Categorical(label_smoothing)
-    return Terms(likelihood, shape, scale, weights, targets, not mean, channels=True)
+    divided = counted if mean and isinstance(counted, Tensor) else None
+    return Terms(
+        likelihood, shape, scale, weights, targets, not mean, channels=True, denominator=divided
+    )
 
 
 def _sum(weight: Tensor | None, classes: int) -> Tensor | float:

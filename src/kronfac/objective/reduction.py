@@ -54,7 +54,9 @@ def elementwise(
     shape = input.shape if input.dim() else torch.Size((1,))
     scale = 1 / input.numel() if mean else 1.0
     weights = None if weight is None else rows(input, weight.detach())
+    divided: Tensor | None = None
     if weights is not None and mean and over_weights:
-        weights, scale = weights / weights.sum(), 1.0
+        divided, scale = weights.sum(), 1.0
+        weights = weights / divided
     targets = rows(input, target.detach())
-    return Terms(likelihood, shape, scale, weights, targets, summed=not mean)
+    return Terms(likelihood, shape, scale, weights, targets, not mean, denominator=divided)

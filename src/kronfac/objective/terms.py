@@ -4,6 +4,7 @@ A term is one prediction: the class of an example, one token, the class of one p
 of one example. Its curvature in output space is s w_t F_R(z_t). Layout: outputs z are (terms, event).
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -36,6 +37,8 @@ class Terms:
     channels: bool = False
     """Whether the event is dimension 1 of the outputs, as in torch's (N, C, d₁, …), or the only one; else
     it is all dimensions but the first."""
+    denominator: Tensor | None = None
+    """What a mean has been divided by in the weights, if it is one over targets that are not ignored."""
 
     def __post_init__(self) -> None:
         if self.targets is not None:
@@ -96,6 +99,12 @@ class Terms:
             each = each.repeat(1, self.event // each.shape[1])
         weight = each if self.weight is None else self.weight * each
         return replace(self, weight=weight, summed=False)
+
+    @property
+    def divisor(self) -> float:
+        """What the sum over the terms has been divided by: proportional to their number for a mean."""
+        divided = 1.0 if self.denominator is None else float(self.denominator)
+        return divided / self.scale if self.scale else math.nan
 
     @property
     def total_weight(self) -> float:

@@ -1,8 +1,4 @@
-"""Refusal of training in several processes, of which K-FAC knows nothing yet.
-
-Every rank would average its own statistics, choose its own λ and γ and take its own step. The ranks would
-train apart without a word, and DistributedDataParallel does not see K-FAC's own passes.
-"""
+"""Models that are spread over processes: what is inside a wrapper, and what can't be trained."""
 
 import sys
 
@@ -13,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kronfac.errors import UnsupportedModelError
 
 
-def refuse_several_processes() -> None:
+def refuse_several_processes(who: str) -> None:
     """Refuse a process group with more than one rank.
 
     Raises:
@@ -24,19 +20,19 @@ def refuse_several_processes() -> None:
     ranks = torch.distributed.get_world_size()
     if ranks > 1:
         raise UnsupportedModelError(
-            f"KFAC trains in one process; torch.distributed is initialized with {ranks} ranks, which would "
-            "each take a step of their own and train apart. Run it in a single process, or call "
-            "torch.distributed.destroy_process_group() before."
+            f"{who} works in one process; torch.distributed is initialized with {ranks} ranks, which would "
+            "each have statistics of their own and train apart. Run it in a single process, or use KFAC."
         )
 
 
 def refuse_distributed(model: nn.Module) -> None:
-    """Refuse a model that is spread over processes, whatever their number.
+    """Refuse a model that is spread over processes in another way than by DistributedDataParallel.
 
     Raises:
-        UnsupportedModelError: it is or contains DistributedDataParallel or FullyShardedDataParallel, or
-            has parameters that are DTensors.
+        UnsupportedModelError: it contains DistributedDataParallel, is or contains
+            FullyShardedDataParallel, or has parameters that are DTensors.
     """
+    model = inner_model(model)
     wrappers = (
         DistributedDataParallel,
         *_imported("torch.distributed.fsdp", "FullyShardedDataParallel"),
@@ -63,6 +59,23 @@ def refuse_distributed(model: nn.Module) -> None:
             f"{', '.join(map(repr, names))}. Make KFAC from a model to which neither fully_shard nor "
             "distribute_tensor was applied."
         )
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """What `torch.compile` or DistributedDataParallel wrapped, where hooks fire; or the model itself."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def averages_gradients(model: nn.Module) -> bool:
+    """Whether backward passes average the gradients over the ranks: it is DistributedDataParallel's."""
+    original = getattr(model, "_orig_mod", model)
+    return isinstance(original, DistributedDataParallel)
 
 
 def _imported(module: str, name: str) -> tuple[type, ...]:

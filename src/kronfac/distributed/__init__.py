@@ -1,0 +1,26 @@
+"""Several processes: who they are, what they tell each other, and what can't be trained in them."""
+
+from kronfac.distributed.packing import Part
+from kronfac.distributed.spread import HERE, Place, Spread
+from kronfac.distributed.world import ALONE, Phase, Processes, World
+from kronfac.distributed.wrappers import (
+    averages_gradients,
+    inner_model,
+    refuse_distributed,
+    refuse_several_processes,
+)
+
+__all__ = [
+    "ALONE",
+    "HERE",
+    "Part",
+    "Phase",
+    "Place",
+    "Processes",
+    "Spread",
+    "World",
+    "averages_gradients",
+    "inner_model",
+    "refuse_distributed",
+    "refuse_several_processes",
+]

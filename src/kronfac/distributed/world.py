@@ -1,0 +1,191 @@
+"""The processes that train one model together.
+
+All numbers that a decision is taken from are sums over the ranks, in the order of the ranks, so that every
+rank takes the same one. They go from rank to rank as messages on the host, each with the name of the phase
+that it is of: a rank that fails says so in the place of its next message, and ranks that have come to
+different places are told, in place of waiting for each other. Tensors are summed by torch's all_reduce,
+right after such a message.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from enum import IntEnum
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kronfac.distributed.packing import Part, flatten, unflatten
+from kronfac.errors import RankError
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the message of another one."""
+SHORT = 60
+"""Numbers that a first message has; a longer one is sent in two."""
+_HEAD = 3
+"""Numbers of a message before its own: whether the rank is well, its phase, the length."""
+
+
+class Phase(IntEnum):
+    """What a message is of, in the order of a step."""
+
+    EVALUATION = 1
+    GRADIENT = 2
+    COMPARISON = 3
+    LOSS = 4
+    EXAMPLES = 5
+    STATISTICS = 6
+    FISHER = 7
+    REFRESH = 8
+    DIRECTION = 9
+    COMMIT = 10
+    STATE = 11
+
+
+class World:
+    """One process by itself: nothing has to be told to anybody."""
+
+    rank: int = 0
+    size: int = 1
+
+    def gather(self, phase: Phase, numbers: Sequence[float]) -> list[list[float]]:
+        """The numbers of every rank, in the order of the ranks.
+
+        Raises:
+            RankError: another rank has failed, is at another place, or does not answer.
+        """
+        return [list(numbers)]
+
+    def total(self, phase: Phase, numbers: Sequence[float]) -> list[float]:
+        """Sums over the ranks of numbers of which every rank has as many."""
+        return [math.fsum(column) for column in zip(*self.gather(phase, numbers), strict=True)]
+
+    def sum_(self, phase: Phase, parts: Sequence[Part]) -> None:
+        """Sum tensors over the ranks, in place; every rank has the same shapes."""
+
+    def broadcast_(self, phase: Phase, parts: Sequence[Part], owner: int) -> None:
+        """Take over the tensors of one rank, in place."""
+
+    def texts(self, phase: Phase, text: str) -> list[str]:
+        """The text of every rank, in the order of the ranks."""
+        return [text]
+
+    def abandon(self) -> None:
+        """Tell the other ranks that this one has failed."""
+
+
+ALONE = World()
+
+
+class Processes(World):
+    """The ranks of torch's process group."""
+
+    _found: ClassVar[dict[object, "Processes"]] = {}
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._tensors = dist.group.WORLD
+        # A group of its own: with a time limit of its own, and on the host whatever the tensors are on.
+        self._messages = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self.sent = 0
+        """Bytes of the tensors that have been summed or broadcast."""
+
+    @classmethod
+    def current(cls) -> World:
+        """The processes of the default group; `ALONE` if there is none, or one process."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return ALONE
+        group = dist.group.WORLD
+        if group not in cls._found:
+            cls._found.clear()  # of groups that have been destroyed
+            cls._found[group] = cls()
+        return cls._found[group]
+
+    def gather(self, phase: Phase, numbers: Sequence[float]) -> list[list[float]]:
+        """The numbers of every rank, in the order of the ranks."""
+        rows = self._exchange([0.0, float(phase), float(len(numbers)), *numbers[:SHORT]], SHORT)
+        failed = [rank for rank, row in enumerate(rows) if row[0]]
+        if failed:
+            raise RankError(
+                f"Rank {_list(failed)} has failed while rank {self.rank} was in the phase "
+                f"{phase.name}: no rank takes this step. Its own error says why."
+            )
+        others = {Phase(int(row[1])) for row in rows}
+        if len(others) > 1:
+            places = ", ".join(f"rank {r}: {Phase(int(row[1])).name}" for r, row in enumerate(rows))
+            raise RankError(
+                "The ranks have come to different places, because they do not do the same: "
+                f"{places}. Call step() equally often on all ranks, with the same settings."
+            )
+        most = max(int(row[2]) for row in rows)
+        if most > SHORT:
+            rest = self._exchange([0.0, 0.0, 0.0, *numbers[SHORT:]], most - SHORT)
+            rows = [row + more[_HEAD:] for row, more in zip(rows, rest, strict=True)]
+        return [row[_HEAD : _HEAD + int(row[2])] for row in rows]
+
+    def _exchange(self, message: Sequence[float], length: int) -> list[list[float]]:
+        own = torch.zeros(_HEAD + length, dtype=torch.float64)
+        own[: len(message)] = torch.tensor(message, dtype=torch.float64)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        try:
+            dist.all_gather(found, own, group=self._messages)
+        except RuntimeError as error:
+            raise RankError(
+                f"Rank {self.rank} got no answer from another rank within {TIMEOUT}, or that has ended: no "
+                "step is taken. Start all ranks again from the last checkpoint."
+            ) from error
+        return [row.tolist() for row in found]
+
+    def sum_(self, phase: Phase, parts: Sequence[Part]) -> None:
+        """Sum tensors over the ranks, in place, each kind of them in one all_reduce."""
+        self.gather(phase, [])
+        for same in _by_kind(parts):
+            flat = flatten(same)
+            dist.all_reduce(flat, group=self._tensors)
+            self.sent += flat.numel() * flat.element_size()
+            unflatten(same, flat)
+
+    def broadcast_(self, phase: Phase, parts: Sequence[Part], owner: int) -> None:
+        """Take over the tensors of one rank, in place."""
+        for same in _by_kind(parts):
+            flat = flatten(same)
+            dist.broadcast(flat, owner, group=self._tensors)
+            self.sent += flat.numel() * flat.element_size()
+            if self.rank != owner:
+                unflatten(same, flat)
+
+    def texts(self, phase: Phase, text: str) -> list[str]:
+        """The text of every rank, in the order of the ranks."""
+        own = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        lengths = [int(row[0]) for row in self.gather(phase, [float(len(own))])]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(own)] = own
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(found, padded, group=self._messages)
+        pairs = zip(found, lengths, strict=True)
+        return [bytes(row[:length].tolist()).decode() for row, length in pairs]
+
+    def abandon(self) -> None:
+        """Say in the place of the next message that this rank has failed."""
+        with suppress(RankError):  # the others have ended
+            self._exchange([1.0, 0.0, 0.0], SHORT)
+
+
+def _by_kind(parts: Sequence[Part]) -> list[list[Part]]:
+    """Parts of one dtype and device each, in a fixed order."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Part]] = {}
+    for part in parts:
+        kinds.setdefault((part.tensor.dtype, part.tensor.device), []).append(part)
+    return list(kinds.values())
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def on_device(number: float, like: Tensor) -> Tensor:
+    """A float64 number where a tensor is."""
+    return torch.tensor(number, dtype=torch.float64, device=like.device)

@@ -1,0 +1,161 @@
+"""Training runs that have to end at the same parameters in any number of processes."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kronfac import KFAC
+from tests.distributed.ranks import Case
+
+STEPS = 20
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def convolutional() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.Flatten(),
+        nn.LayerNorm(36),
+        nn.Linear(36, 3),
+    )
+
+
+class Words(nn.Module):
+    """A tied embedding and head, with attention in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Embedding(7, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (examples, places, words)."""
+        logits: Tensor = self.head(self.block(self.embed(tokens)))
+        return logits
+
+
+def regression(k: int, n: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(n, 5, generator=generator(k), dtype=torch.float64)
+    return x, torch.stack([x.sum(1).sin(), x[:, 0] * x[:, 1], x[:, 2].abs()], 1)
+
+
+def images(k: int, n: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(n, 2, 5, 5, generator=generator(k), dtype=torch.float64)
+    return x, (x[:, 0].mean((1, 2)) > 0).long() + (x[:, 1].mean((1, 2)) > 0).long()
+
+
+def words(k: int, n: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(7, (n, 4), generator=generator(k))
+    targets = tokens.roll(1, 1)
+    targets[tokens == 0] = -100  # as many as fall on a rank
+    return tokens, targets
+
+
+def part(n: int, rank: int, size: int) -> slice:
+    """Examples of a rank: a few more on the first ones."""
+    ends = [0]
+    for r in range(size):
+        ends.append(ends[-1] + (n - ends[-1] + (size - r) // 2 + (r == 0)) // (size - r))
+    return slice(ends[rank], n if rank == size - 1 else ends[rank + 1])
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def train(
+    rank: int,
+    size: int,
+    *,
+    make: Callable[[], nn.Module] = perceptron,
+    data: Callable[[int, int], tuple[Tensor, Tensor]] = regression,
+    loss: nn.Module | None = None,
+    examples: int = 26,
+    loop: str = "closure",
+    ddp: bool = False,
+    **settings: Any,
+) -> Mapping[str, Any]:
+    """Twenty steps, every rank with its part of each mini-batch."""
+    model: nn.Module = make().double()
+    inner = model
+    loss = nn.MSELoss() if loss is None else loss
+    even = examples % size == 0
+    if ddp:
+        assert even, "the objective is another one"
+        model = DistributedDataParallel(model)
+    optimizer = KFAC(model if ddp and loop != "inner" else inner, loss, **settings)
+    reports = []
+    for k in range(STEPS):
+        x, y = data(k, examples)
+        own = part(examples, rank, size)
+        if even:
+            own = slice(rank * examples // size, (rank + 1) * examples // size)
+        x, y = x[own], y[own]
+        if loop == "own":
+            optimizer.step(optimizer.closure(x, y))
+        elif loop == "closure":
+
+            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                optimizer.zero_grad()
+                outputs = model(x)
+                if outputs.dim() == 3:  # of every token
+                    outputs, y = outputs.flatten(0, 1), y.flatten()
+                value: Tensor = loss(outputs, y)
+                value.backward()
+                return value
+
+            optimizer.step(closure)
+        else:
+            optimizer.zero_grad()
+            chunks = 2 if loop == "accumulated" else 1
+            for xs, ys in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
+                (loss(model(xs), ys) * (len(xs) / len(x))).backward()
+            optimizer.step()
+        report = optimizer.report
+        assert report is not None
+        reports.append([report.loss, report.lambda_, report.gamma, report.alpha or 0.0])
+    return {"parameters": flat(inner), "reports": torch.tensor(reports, dtype=torch.float64)}
+
+
+EXACT: dict[str, Any] = {"fisher": "exact", "statistics_fraction": 1.0, "fisher_fraction": 1.0}
+FRACTIONS: dict[str, Any] = {"statistics_fraction": 0.3, "fisher_fraction": 0.5}
+
+CASES: dict[str, Case] = {
+    "own": partial(train, loop="own", **EXACT),
+    "own-sampled": partial(train, loop="own", **FRACTIONS),
+    "first-few": partial(train, statistics_fraction=0.05, fisher_fraction=0.1),
+    "sum": partial(train, loss=nn.MSELoss(reduction="sum"), weight_decay=1e-3, **EXACT),
+    "loop": partial(train, loop="loop", weight_decay=1e-3, **EXACT),
+    "accumulated": partial(train, loop="accumulated", examples=24, **EXACT),
+    "convolutional": partial(
+        train, make=convolutional, data=images, loss=nn.CrossEntropyLoss(), **FRACTIONS
+    ),
+    "words": partial(
+        train, make=Words, data=words, loss=nn.CrossEntropyLoss(ignore_index=-100), **EXACT
+    ),
+    "paper": partial(train, step_size=None, inverse_interval=3, weight_decay=1e-4, **EXACT),
+}
+for inverse in ("block_diagonal", "block_tridiagonal", "ekfac"):
+    CASES[inverse] = partial(train, inverse=inverse, **EXACT)
+    CASES[f"{inverse}-sampled"] = partial(train, inverse=inverse, **FRACTIONS)
+    CASES[f"{inverse}-ddp"] = partial(train, inverse=inverse, ddp=True, examples=24, **EXACT)
+for kind in ("closure", "loop", "inner", "own", "accumulated"):
+    CASES[f"ddp-{kind}"] = partial(train, ddp=True, examples=24, loop=kind, **FRACTIONS)

@@ -1,0 +1,71 @@
+"""Training in 1, 2 and 4 processes ends at the same parameters; real processes, gloo on loopback."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.cases import CASES
+
+SIZES = (1, 2, 4)
+QUICK = (
+    "first-few",
+    "words",
+    "convolutional",
+    "accumulated",
+    "block_diagonal-sampled",
+    "block_tridiagonal-sampled",
+    "ekfac-sampled",
+    "ddp-inner",
+    "ddp-own",
+)
+TOLERANCE = 1e-10
+"""‖θ − θ₁‖ / ‖θ₁‖ after twenty steps, θ₁ those of one process, in float64: what rounding comes to."""
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("worlds"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def rest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("worlds"), [name for name in CASES if name not in QUICK])
+
+
+def run(folder: Path, names: object) -> Path:
+    """Run cases in worlds of all sizes."""
+    assert isinstance(names, (list, tuple))
+    sizes = ",".join(map(str, SIZES))
+    command = [sys.executable, "-m", "tests.distributed.ranks", str(folder), sizes, *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def check(folder: Path, name: str) -> None:
+    one = torch.load(folder / f"{name}-1-0.pt", weights_only=True)
+    for size in SIZES[1:]:
+        ranks = [
+            torch.load(folder / f"{name}-{size}-{rank}.pt", weights_only=True)
+            for rank in range(size)
+        ]
+        for other in ranks[1:]:
+            assert torch.equal(other["parameters"], ranks[0]["parameters"])
+            assert torch.equal(other["reports"], ranks[0]["reports"])
+        theta, expected = ranks[0]["parameters"], one["parameters"]
+        assert float((theta - expected).norm() / expected.norm()) <= TOLERANCE
+        torch.testing.assert_close(ranks[0]["reports"], one["reports"], rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_steps_do_not_depend_on_the_number_of_processes(quick: Path, name: str) -> None:
+    check(quick, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
+def test_steps_do_not_depend_on_the_number_of_processes_at_length(rest: Path, name: str) -> None:
+    check(rest, name)

@@ -1,0 +1,28 @@
+"""Symmetric matrices travel in half of their numbers."""
+
+import pytest
+import torch
+
+from kronfac.distributed.packing import Part, flatten, pack, unflatten, unpack
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_a_packed_matrix_comes_back(n: int, batch: tuple[int, ...]) -> None:
+    M = torch.randn(*batch, n, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    M = M + M.mT
+    assert torch.equal(unpack(pack(M), n), M)
+
+
+@pytest.mark.parametrize(("n", "numbers"), [(1, 1), (2, 3), (4, 10), (8, 36), (7, 36)])
+def test_a_packed_matrix_has_half_of_the_numbers(n: int, numbers: int) -> None:
+    part = Part(torch.eye(n), symmetric=True)
+    assert part.numbers == part.packed().numel() == numbers
+
+
+def test_parts_travel_together() -> None:
+    sent = [Part(torch.full((2, 3), 2.0)), Part(torch.eye(5), symmetric=True)]
+    received = [Part(torch.zeros(2, 3)), Part(torch.zeros(5, 5), symmetric=True)]
+    unflatten(received, flatten(sent))
+    for one, other in zip(sent, received, strict=True):
+        assert torch.equal(one.tensor, other.tensor)
