@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kronfac.curvature import ApproximateInverse, Curvature, DampedInverse
 from kronfac.curvature.inverse import ChainOperator, Piece, PreparedInverse, failed
-from kronfac.distributed import Part, Phase, World
+from kronfac.distributed import Part, Phase, Ranks
 from kronfac.linalg import Failure
 from kronfac.refresh import Computed, Outcome
 from kronfac.storage import Storable, Unpacker, pack, tensors_in
@@ -24,7 +24,7 @@ _TENSOR = "tensor"
 
 
 def prepare_over_ranks(
-    inverse: ApproximateInverse, curvature: Curvature, world: World
+    inverse: ApproximateInverse, curvature: Curvature, world: Ranks
 ) -> PreparedInverse:
     """What every γ shares, with the work divided if there are several ranks."""
     return inverse.prepare(curvature) if world.size == 1 else _Prepared(inverse, curvature, world)
@@ -34,7 +34,7 @@ def prepare_over_ranks(
 class _Prepared:
     inverse: ApproximateInverse
     curvature: Curvature
-    world: World
+    world: Ranks
 
     def damped(self, gamma: float) -> DampedInverse:
         (outcome,) = Divided(self.inverse, self.curvature, (gamma,), self.world)
@@ -50,7 +50,7 @@ class Divided:
         inverse: ApproximateInverse,
         curvature: Curvature,
         candidates: tuple[float, ...],
-        world: World,
+        world: Ranks,
     ) -> None:
         self._world, self._curvature = world, curvature
         owners = owners_of(inverse, curvature, world.size)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kronfac.distributed import ALONE, Part, Phase, World
+from kronfac.distributed import ALONE, Part, Phase, Ranks
 from kronfac.linearization import Linearizer
 from kronfac.network import Batch, Matrices, Network
 
@@ -20,7 +20,7 @@ def fisher_gram(
     directions: Sequence[Matrices],
     factor: float = 1.0,
     around: Linearizer | None = None,
-    world: World = ALONE,
+    world: Ranks = ALONE,
 ) -> Tensor:
     """The matrix of v_iᵀ F v_j for all pairs of directions, (k, k), float64, on the device.
 
@@ -56,7 +56,7 @@ def fisher_product(
     vector: Matrices,
     factor: float = 1.0,
     around: Linearizer | None = None,
-    world: World = ALONE,
+    world: Ranks = ALONE,
 ) -> Matrices:
     """F v = Jᵀ F_R J v: the forward-mode pass, and a backward pass from F_R J v."""
     around = around or Linearizer(network)

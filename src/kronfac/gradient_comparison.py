@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kronfac.curvature import SummedGradient, Taps
-from kronfac.distributed import Part, Phase, World
+from kronfac.distributed import Part, Phase, Ranks
 from kronfac.evaluation import Evaluation
 from kronfac.linearization import Traced
 from kronfac.network import Matrices, Network, Pass, Unit, dot, hooked
@@ -89,7 +89,7 @@ def compare(evaluation: Evaluation, gradient: Matrices, unscaled: bool = False) 
     return Verdict(scale, unseen=unseen)
 
 
-def _sum_over_ranks(world: World, found: Found) -> None:
+def _sum_over_ranks(world: Ranks, found: Found) -> None:
     """Sum both gradients and their sizes over the ranks, in place."""
     if world.size == 1:
         return

@@ -23,7 +23,7 @@ from kronfac.control import (
 from kronfac.control.quadratic_form import inner
 from kronfac.curvature import ApproximateInverse, Curvature, DampedInverse
 from kronfac.curvature.damping_by_unit import DampedByUnit
-from kronfac.distributed import World
+from kronfac.distributed import Ranks
 from kronfac.evaluation import Point, RefusedError
 from kronfac.fisher_products import fisher_gram, fisher_product
 from kronfac.linalg import OuterProduct, low_rank_pays
@@ -175,7 +175,7 @@ class Proposer:
         return evaluation.examples / (self.fisher_examples or self.examples.examples)
 
     @property
-    def _world(self) -> World:
+    def _world(self) -> Ranks:
         return self.point.evaluation.spread.world
 
     def _fisher_gram(self, directions: Sequence[Matrices]) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, replace
 
 import torch
 
-from kronfac.distributed import Phase, Spread, World
+from kronfac.distributed import Phase, Ranks, Spread
 from kronfac.distributed.world import on_device
 from kronfac.errors import RankError
 from kronfac.evaluation import Evaluation
@@ -49,7 +49,7 @@ class _Header:
 
 
 def spread_out(
-    world: World,
+    world: Ranks,
     evaluate: Callable[[], Evaluation | None],
     *,
     iteration: int,
@@ -142,7 +142,7 @@ def _refuse_differences(rows: list[_Header], network: Network) -> None:
         )
 
 
-def _join(evaluation: Evaluation, world: World, rows: list[_Header], wrapped: bool) -> Evaluation:
+def _join(evaluation: Evaluation, world: Ranks, rows: list[_Header], wrapped: bool) -> Evaluation:
     """The evaluation with its terms scaled by the rank's share, and the losses of all ranks."""
     shares = _shares(rows, wrapped)
     own, share = rows[world.rank], shares[world.rank]

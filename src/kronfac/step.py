@@ -15,7 +15,7 @@ from kronfac.candidates import best_proposal
 from kronfac.control import Kept, Measurement, Pending, StepState
 from kronfac.curvature import Curvature, ema_decay
 from kronfac.curvature.estimate import Sample, estimate, head_counts
-from kronfac.distributed import Phase, Place, World
+from kronfac.distributed import Phase, Place, Ranks
 from kronfac.errors import RankError
 from kronfac.evaluation import Evaluation, Point, RefusedError
 from kronfac.first_damping import first_lambda
@@ -165,7 +165,7 @@ def compute_step(
     )
 
 
-def agree(world: World, outcome: Transition | RefusedError) -> None:
+def agree(world: Ranks, outcome: Transition | RefusedError) -> None:
     """Let no rank take a step before all of them have the same one.
 
     Raises:
@@ -226,7 +226,7 @@ def curvature_examples(
     return CurvatureExamples(S1, S2, around, find_place(spread.world, S1, S2))
 
 
-def find_place(world: World, S1: Batch, S2: Batch) -> Place | None:
+def find_place(world: Ranks, S1: Batch, S2: Batch) -> Place | None:
     """Where this rank's examples stand among those of all ranks; None in one process."""
     if world.size == 1:
         return None

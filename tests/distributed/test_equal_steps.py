@@ -40,7 +40,7 @@ def run(folder: Path, names: object) -> Path:
     assert isinstance(names, (list, tuple))
     sizes = ",".join(map(str, SIZES))
     command = [sys.executable, "-m", "tests.distributed.ranks", str(folder), sizes, *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 

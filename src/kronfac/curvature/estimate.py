@@ -18,7 +18,7 @@ from kronfac.curvature.fisher import Fisher, Outputs
 from kronfac.curvature.inverse import InverseUpdate
 from kronfac.curvature.kronecker import KroneckerBlock, Product, direct_or_transposed
 from kronfac.curvature.taps import Rows, SummedGradient, Tap, Taps
-from kronfac.distributed import ALONE, Part, Phase, Place, World
+from kronfac.distributed import ALONE, Part, Phase, Place, Ranks
 from kronfac.objective import Terms
 
 
@@ -69,7 +69,7 @@ class Sample:
     """What the terms count: examples of the whole mini-batch over those of S₁."""
     nothing: Callable[[int], Taps] = lambda unit: []
     """What a unit shows that none of the examples uses: zeros."""
-    world: World = ALONE
+    world: Ranks = ALONE
     """The ranks that S₁ is spread over."""
     place: Place | None = None
     """Where this rank's part of S₁ stands in it; None if it is all of it."""
@@ -174,7 +174,7 @@ def estimate(
 
 
 def _sum_over_ranks(
-    world: World,
+    world: Ranks,
     averages: Sequence[Average],
     met: Sequence[bool],
     chains: "_Chains",

@@ -2,7 +2,7 @@
 
 from kronfac.distributed.packing import Part
 from kronfac.distributed.spread import HERE, Place, Spread
-from kronfac.distributed.world import ALONE, Phase, Processes, World
+from kronfac.distributed.world import ALONE, Phase, Processes, Ranks
 from kronfac.distributed.wrappers import (
     averages_gradients,
     inner_model,
@@ -17,8 +17,8 @@ __all__ = [
     "Phase",
     "Place",
     "Processes",
+    "Ranks",
     "Spread",
-    "World",
     "averages_gradients",
     "inner_model",
     "refuse_distributed",

@@ -9,14 +9,14 @@ DistributedDataParallel does, it is 1 over the number of ranks. For losses that 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kronfac.distributed.world import ALONE, World
+from kronfac.distributed.world import ALONE, Ranks
 
 
 @dataclass(frozen=True)
 class Spread:
     """A rank's place in a mini-batch."""
 
-    world: World = ALONE
+    world: Ranks = ALONE
     share: float = 1.0
     """What the rank's own loss counts in the objective; its terms have that factor already."""
     start: int = 0

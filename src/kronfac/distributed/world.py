@@ -45,7 +45,7 @@ class Phase(IntEnum):
     STATE = 11
 
 
-class World:
+class Ranks:
     """One process by itself: nothing has to be told to anybody."""
 
     rank: int = 0
@@ -77,10 +77,10 @@ class World:
         """Tell the other ranks that this one has failed."""
 
 
-ALONE = World()
+ALONE = Ranks()
 
 
-class Processes(World):
+class Processes(Ranks):
     """The ranks of torch's process group."""
 
     _found: ClassVar[dict[object, "Processes"]] = {}
@@ -94,7 +94,7 @@ class Processes(World):
         """Bytes of the tensors that have been summed or broadcast."""
 
     @classmethod
-    def current(cls) -> World:
+    def current(cls) -> Ranks:
         """The processes of the default group; `ALONE` if there is none, or one process."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return ALONE
