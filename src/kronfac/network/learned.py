@@ -67,6 +67,10 @@ class Learned:
     placement: Placement | None = None
     """Where the parameters were in the last step; None before there was one."""
 
+    def copy(self) -> "Learned":
+        """One that stays as it is."""
+        return replace(self, slicing=dict(self.slicing))
+
     def division(self, signature: object) -> str | None:
         """How passes with this signature are divided; None if it was not tried out yet."""
         if signature not in self.slicing and self.loaded:

@@ -129,7 +129,10 @@ class Network:
         return save_learned(self.learned, self.units if self.discovered else ())
 
     def continued(
-        self, order: Sequence[int], curvature: Curvature | None, state: LearnedState | None
+        self,
+        order: Sequence[int],
+        curvature: Curvature | None,
+        state: LearnedState | None = None,
     ) -> "Network":
         """The network as it was when a state was saved: its units' order and links, and their blocks.
 
