@@ -8,13 +8,13 @@ second does not, for some unit, there are uses of that unit that K-FAC does not 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kronfac.curvature import SummedGradient, Taps
 from kronfac.evaluation import Evaluation
+from kronfac.gradient_memory import Verdict
 from kronfac.linearization import Traced
 from kronfac.network import Matrices, Network, Pass, Unit, dot, hooked
 
@@ -24,18 +24,6 @@ and 2e-7 in float64; and as it is if the closure ran in half precision."""
 ROUNDING = 64
 """What else they may differ by, in the dtype's precision times the size of what is summed: the gradients
 of single examples, of which next to nothing is left near a minimum."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a comparison found."""
-
-    scale: float = 1.0
-    """By what factor the closure's gradient is larger than that of the loss calls."""
-    others: tuple[str, ...] = ()
-    """The parameters whose gradient is another, whatever the factor."""
-    unseen: tuple[str, ...] = ()
-    """The parameters that have uses which K-FAC does not see."""
 
 
 def compare(evaluation: Evaluation, gradient: Matrices, unscaled: bool = False) -> Verdict | None:

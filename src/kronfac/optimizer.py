@@ -253,12 +253,18 @@ class KFAC(LateOptimizer):
             self._publish_momentum(anyway=True)
             return None
         refuse_several_processes()  # a group may have been made since
+        network, memory = self.network, self._check.memory
+        learned, taken = network.learned.copy(), False
         try:
             ended, returned = self._ends_loop(closure)
             with full_precision(self.network.device) as callers, self._recorder.paused():
                 result = self._step(None if ended else closure, callers)
+            taken = self.report is None or not self.report.refused
             return returned if ended else result
         finally:
+            if not taken:  # all or nothing
+                self._check.memory = memory
+                vars(network.learned).update(vars(learned))
             self._recorder.step()
 
     def closure(
