@@ -27,6 +27,8 @@ class Learned:
     slicing: dict[object, str] = field(default_factory=dict)
     forward_mode: bool = True
     """False once a pass has had no forward-mode derivative, or a wrong one."""
+    difference: float = 1.0
+    """Length of finite differences, in units of the usual one."""
     compared: bool = False
     """Whether J v has been compared with Jᵀ r."""
     placement: Placement | None = None
