@@ -4,8 +4,8 @@ Both passes draw the same random numbers. The error is of the order of ε² by c
 precision over ε by rounding; the two balance where ε ‖v‖ is the cube root of the precision, times the size
 of what v moves. That is less than ‖θ‖, which normalisation layers with weights of 1 dominate; and kinks
 (ReLU) that lie between the two points cost in proportion to ε. A jump between them, where an example goes
-to another expert, costs its height over ε, and is the rarer the smaller ε is: `traced.py` takes a smaller one
-where J v does not agree with the gradient.
+to another expert, costs its height over ε, and is the rarer the smaller ε is: `traced.py` takes a smaller
+one where J v does not agree with the gradient.
 """
 
 from collections.abc import Sequence
