@@ -3,7 +3,9 @@
 Both passes draw the same random numbers. The error is of the order of ε² by curvature and of the dtype's
 precision over ε by rounding; the two balance where ε ‖v‖ is the cube root of the precision, times the size
 of what v moves. That is less than ‖θ‖, which normalisation layers with weights of 1 dominate; and kinks
-(ReLU) that lie between the two points cost in proportion to ε.
+(ReLU) that lie between the two points cost in proportion to ε. A jump between them, where an example goes
+to another expert, costs its height over ε, and is the rarer the smaller ε is: `traced.py` takes a smaller
+one where J v does not agree with the gradient.
 """
 
 from collections.abc import Sequence
@@ -30,7 +32,9 @@ def outputs_and_jvp(
     """The raw outputs of every loss call, up to ε², and J v there, (k, …)."""
     theta = network.theta()
     size = float(dot(theta, theta)) ** 0.5 or 1.0
-    precision: float = SHARE * torch.finfo(network.dtype).eps ** (1 / 3)
+    precision: float = (
+        SHARE * torch.finfo(network.dtype).eps ** (1 / 3) * network.learned.difference
+    )
     found: list[list[Tensor]] = []
     values: list[Tensor] = []
     for direction in directions:

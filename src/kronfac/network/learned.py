@@ -23,6 +23,7 @@ from kronfac.curvature import (
 from kronfac.errors import StateError
 from kronfac.network.blocks import Blocks, Kind
 from kronfac.network.unit import Unit
+from kronfac.ranges import Positive
 
 Placement = Sequence[tuple[torch.dtype, torch.device]]
 """The dtype and the device of every parameter."""
@@ -62,6 +63,8 @@ class Learned:
     """The same of an earlier run, by the hashes of signatures."""
     forward_mode: bool = True
     """False once a pass has had no forward-mode derivative, or a wrong one."""
+    difference: float = 1.0
+    """Length of finite differences, in units of the usual one."""
     compared: bool = False
     """Whether J v has been compared with Jᵀ r."""
     placement: Placement | None = None
@@ -109,6 +112,7 @@ class LearnedState:
     """What passes have shown of a network, as it is saved."""
 
     forward_mode: bool
+    difference: Positive
     compared: bool
     divisions: tuple[DivisionState, ...]
     units: tuple[UnitState, ...]
@@ -120,6 +124,7 @@ def save_learned(learned: Learned, units: Sequence[Unit]) -> LearnedState:
     named = learned.loaded | {_hash(key): name for key, name in learned.slicing.items()}
     return LearnedState(
         learned.forward_mode,
+        learned.difference,
         learned.compared,
         tuple(DivisionState(signature, name) for signature, name in sorted(named.items())),
         tuple(UnitState(unit.kind, unit.observed) for unit in units),
@@ -129,7 +134,12 @@ def save_learned(learned: Learned, units: Sequence[Unit]) -> LearnedState:
 def load_learned(state: LearnedState) -> Learned:
     """What was saved, before the first pass of a resumed run."""
     loaded = {division.signature: division.name for division in state.divisions}
-    return Learned(loaded=loaded, forward_mode=state.forward_mode, compared=state.compared)
+    return Learned(
+        loaded=loaded,
+        forward_mode=state.forward_mode,
+        difference=state.difference,
+        compared=state.compared,
+    )
 
 
 def load_unit(unit: Unit, state: UnitState, blocks: Blocks) -> Unit:
