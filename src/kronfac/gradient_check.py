@@ -52,6 +52,9 @@ class GradientCheck:
             return evaluation  # the gradient is K-FAC's own, of all that the network consists of
         self._check_parameters(evaluation)
         self._check_gradients(evaluation)
+        any_gradient = len(evaluation.without_gradient) < len(evaluation.network.units)
+        if batch.assumed and self._where == "closure" and any_gradient:  # else an error will say so
+            self._warn_of_assumed_loss(evaluation)
         added = evaluation.accumulated()
         if batch.seen_loss is None or (added and "zero_grad" in self._given):
             return evaluation  # nothing to compare with
@@ -85,6 +88,20 @@ class GradientCheck:
             "the curvature is that of the loss that KFAC was given or kronfac.observe declared, λ stays as "
             "it is, and no step is validated or rejected, so that training may diverge. Call the loss "
             "module that KFAC was given, with the model's outputs, or give step() a closure.",
+        )
+
+    def _warn_of_assumed_loss(self, evaluation: Evaluation) -> None:
+        """Warn of a closure whose loss K-FAC neither sees nor was told."""
+        given = type(evaluation.network.objective.module).__name__
+        self._warn(
+            "assumed loss",
+            "KFAC.step() has not seen a loss in the closure, only calls of the model: the curvature is "
+            f"that of the {given} that KFAC was given, at the model's outputs, which may be far from the "
+            "loss's own, and losses are compared by calling the closure again. A loss written by hand, such "
+            "as (r**2).mean(), is not seen: call kronfac.least_squares(r), nn.MSELoss() or another loss of "
+            "torch.nn, or a kronfac.GaussNewton(loss) for what is convex in the outputs; or declare what "
+            "the outputs predict with kronfac.observe. Derivatives by torch.autograd.grad can't be "
+            "repeated: take them with kronfac.physics.WithDerivatives.",
         )
 
     def warn_of_old_gradients(self) -> None:
