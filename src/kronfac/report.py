@@ -66,7 +66,8 @@ class StepReport:
     iteration: int
     """k, counted from 1; a refused step repeats the number of the one it would have been."""
     loss: float
-    """The loss as the closure returned it, without the weight-decay term."""
+    """The loss as the closure returned it, without the weight-decay term; NaN if a loop's loss is not
+    seen."""
     lambda_: float
     """λ after this step."""
     gamma: float
