@@ -53,6 +53,8 @@ class Event:
 
     kind: EventKind
     message: str
+    advice: str = ""
+    """What to do about it, if that is not the same for all events of the kind."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,15 @@ _ADVICE = {
     ),
     EventKind.REJECTED: (
         "rejected a step and rolled it back",
-        "One now and then is no mistake. If many are, shuffle the examples or take larger mini-batches; if "
-        "mini-batches do not differ, see to it that KFAC sees the loss",
+        "One now and then is no mistake. If many are, shuffle the examples or take larger mini-batches",
     ),
 }
+SAME_EXAMPLES = (
+    "One now and then is no mistake. This mini-batch does not differ from the last one, so that it is the "
+    "quadratic model that failed, and λ is larger from now on. If many are rejected, see to it that KFAC "
+    "sees the loss, and use float64 if the loss is near its rounding error"
+)
+"""Advice with a rejected step if it is no noise between mini-batches that rejected it."""
 
 
 class EventWarnings:
@@ -141,6 +148,7 @@ class EventWarnings:
             if event.kind in _ADVICE and event.kind not in self._given:
                 self._given.add(event.kind)
                 done, advice = _ADVICE[event.kind]
+                advice = event.advice or advice
                 warn(
                     f"KFAC {done} at iteration {report.iteration}: {event.message} {advice}. Further ones "
                     f"are in optimizer.report.{event.kind} only."
