@@ -47,6 +47,9 @@ class GradientCheck:
             return evaluation  # the gradient is K-FAC's own, of all that the network consists of
         self._check_parameters(evaluation)
         self._check_gradients(evaluation)
+        any_gradient = len(evaluation.without_gradient) < len(evaluation.network.units)
+        if batch.assumed and self._where == "closure" and any_gradient:  # else an error will say so
+            self._warn_of_assumed_loss(evaluation)
         added = evaluation.accumulated()
         memory = self.memory
         if batch.seen_loss is None or (added and memory.adds):
@@ -70,14 +73,31 @@ class GradientCheck:
         self.memory = replace(memory, compared=True, zeroes_in_place=added, last=verdict, scale=1.0)
         return self._mend(evaluation, verdict)
 
-    def warn_of_unseen_loss(self) -> None:
+    def warn_of_unseen_loss(self, evaluation: Evaluation) -> None:
         """Warn of a loop whose loss K-FAC can't compute elsewhere."""
+        given = type(evaluation.network.objective.module).__name__
         self._warn(
             "unseen loss",
             "KFAC.step() has not seen the loss that backward() was called on, only the model's outputs: "
             "the curvature is that of the loss that KFAC was given or kronfac.observe declared, λ stays as "
-            "it is, and no step is validated or rejected, so that training may diverge. Call the loss "
-            "module that KFAC was given, with the model's outputs, or give step() a closure.",
+            "it is, and no step is validated or rejected, so that training may diverge. The "
+            f"loop has called a function, or another module than the {given} that KFAC was given: pass the "
+            "same object to KFAC(model, loss) that the loop calls with the model's outputs, also if both "
+            "are of one class; or give step() a closure, in which all are seen.",
+        )
+
+    def _warn_of_assumed_loss(self, evaluation: Evaluation) -> None:
+        """Warn of a closure whose loss K-FAC neither sees nor was told."""
+        given = type(evaluation.network.objective.module).__name__
+        self._warn(
+            "assumed loss",
+            "KFAC.step() has not seen a loss in the closure, only calls of the model: the curvature is "
+            f"that of the {given} that KFAC was given, at the model's outputs, which may be far from the "
+            "loss's own, and losses are compared by calling the closure again. A loss by hand, such as "
+            "(r**2).mean(), is not seen: call kronfac.least_squares(r), nn.MSELoss() or another loss of "
+            "torch.nn, or a kronfac.GaussNewton(loss) for what is convex in the outputs; or declare what "
+            "the outputs predict with kronfac.observe. Derivatives by torch.autograd.grad can't be "
+            "repeated: take them with kronfac.physics.WithDerivatives.",
         )
 
     def warn_of_old_gradients(self) -> None:
@@ -115,8 +135,10 @@ class GradientCheck:
             self._warn(
                 "others",
                 f"The gradient of {_list(verdict.others)} is not that of the losses that KFAC sees the "
-                f"{self._where} call: a penalty or another loss is in it. The curvature is that of the "
-                f"losses seen. {self._remedy_of_others()} Weight decay is KFAC(weight_decay=…).",
+                f"{self._where} call: a penalty or another loss is in it, or derivatives by "
+                "torch.autograd.grad, which KFAC can't repeat. The curvature is that of the losses seen. "
+                f"{self._remedy_of_others()} Weight decay is KFAC(weight_decay=…). Derivatives of the "
+                "outputs are seen if kronfac.physics.WithDerivatives takes them.",
             )
             return evaluation
         if verdict.unseen:

@@ -118,6 +118,7 @@ def compute_step(
         damping = settings.damping.update(damping, after)
     assert before.gamma is not None
     alpha, *mu = best.step.coefficients
+    loss = best.loss if evaluation.comparable() else math.nan
     memory = settings.step_size.long_memory
     return Transition(
         delta=best.delta,
@@ -131,7 +132,10 @@ def compute_step(
             ),
             acceptance=replace(
                 before.acceptance,
-                pending=_pending(evaluation.network, settings, before, best, m, outlier),
+                # By a loss that is not known, no mini-batch can validate the step later on either.
+                pending=_pending(evaluation.network, settings, before, best, m, outlier)
+                if evaluation.comparable()
+                else None,
             ),
             curvature=curvature,
             current=chosen.current,
@@ -139,7 +143,7 @@ def compute_step(
         ),
         report=StepReport(
             iteration=m.iteration,
-            loss=best.loss,
+            loss=loss,
             lambda_=damping.lambda_,
             gamma=best.gamma,
             alpha=alpha,
@@ -147,7 +151,7 @@ def compute_step(
             rho=rho,
             predicted_change=predicted,
             examples=m.examples,
-            mean_loss=best.loss / (m.examples if m.summed else 1),
+            mean_loss=loss / (m.examples if m.summed else 1),
             memory=1.0 if memory is None else memory.horizon(step_state.memory, m),
             trials=trials,
             seconds=watch.seconds,
