@@ -12,6 +12,7 @@ from kronfac.control.gamma_rule import AnyGammaRule, GammaRule, GammaState
 from kronfac.control.gamma_search import GammaSearch
 from kronfac.control.lambda_search import LambdaSearch
 from kronfac.control.levenberg_marquardt import LevenbergMarquardt
+from kronfac.control.gauss_newton import GaussNewton
 from kronfac.control.long_memory import LongMemory, MemoryState
 from kronfac.control.quadratic_form import Coefficients, Matrix, quadratic_form
 from kronfac.control.quadratic_model import QuadraticModel, clip_to_objective, clip_to_radius
@@ -40,6 +41,7 @@ __all__ = [
     "Kept",
     "LambdaSearch",
     "LevenbergMarquardt",
+    "GaussNewton",
     "LongMemory",
     "Losses",
     "Matrix",
