@@ -17,7 +17,7 @@ from kronfac.curvature import Curvature, ema_decay
 from kronfac.curvature.estimate import Sample, estimate
 from kronfac.evaluation import Evaluation, Point
 from kronfac.first_damping import first_lambda
-from kronfac.gauss_newton_step import minimises_wholly, propose_wholly
+from kronfac.geodesic_step import minimises_wholly, propose_wholly
 from kronfac.groups import PerParameter
 from kronfac.learning_rate import ONE, apply_rates
 from kronfac.linearization import Linearizer, can_be_explicit
@@ -242,16 +242,16 @@ def update_curvature(
 def _minimise_wholly(
     settings: Settings, proposer: Proposer, before: State
 ) -> tuple[Chosen | None, State]:
-    """A step of `gauss_newton_step.py`, if there is a good one, and the state with its λ."""
-    rule = settings.step_size.gauss_newton
-    if rule is None or before.current is None:
+    """A step of `geodesic_step.py`, if there is a good one, and the state with its λ."""
+    rule, current = settings.step_size.geodesic_steps, before.current
+    if rule is None or current is None:
         return None, before
-    proposal, lambda_ = propose_wholly(proposer, rule, before.current)
+    proposal, lambda_ = propose_wholly(proposer, rule, current)
     before = replace(before, damping=replace(before.damping, lambda_=lambda_))
     if proposal is None:
         return None, before
     m = proposer.measurement
-    return Chosen(proposal, (), before.current, before.refresh, m), before
+    return Chosen(proposal, (), current, before.refresh, m), before
 
 
 def _compare_average(

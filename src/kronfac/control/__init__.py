@@ -10,9 +10,9 @@ from kronfac.control.fixed_damping import FixedDamping
 from kronfac.control.fixed_gamma import FixedGamma
 from kronfac.control.gamma_rule import AnyGammaRule, GammaRule, GammaState
 from kronfac.control.gamma_search import GammaSearch
+from kronfac.control.geodesic_steps import GeodesicSteps
 from kronfac.control.lambda_search import LambdaSearch
 from kronfac.control.levenberg_marquardt import LevenbergMarquardt
-from kronfac.control.gauss_newton import GaussNewton
 from kronfac.control.long_memory import LongMemory, MemoryState
 from kronfac.control.quadratic_form import Coefficients, Matrix, quadratic_form
 from kronfac.control.quadratic_model import QuadraticModel, clip_to_objective, clip_to_radius
@@ -38,10 +38,10 @@ __all__ = [
     "GammaRule",
     "GammaSearch",
     "GammaState",
+    "GeodesicSteps",
     "Kept",
     "LambdaSearch",
     "LevenbergMarquardt",
-    "GaussNewton",
     "LongMemory",
     "Losses",
     "Matrix",

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 
 from kronfac.control.base import Measurement, ParameterVector, Rule
-from kronfac.control.gauss_newton import GaussNewton
+from kronfac.control.geodesic_steps import GeodesicSteps
 from kronfac.control.long_memory import LongMemory, MemoryState
 from kronfac.control.quadratic_form import Coefficients, Matrix
 from kronfac.storage import Storable
@@ -48,7 +48,7 @@ class StepRule(Rule[StepState]):
         return None
 
     @property
-    def gauss_newton(self) -> GaussNewton | None:
+    def geodesic_steps(self) -> GeodesicSteps | None:
         """When M is minimised over all directions; None for never."""
         return None
 

@@ -1,7 +1,7 @@
-"""The step of `control/gauss_newton.py`: M minimised over all directions, and bent as the residuals are.
+"""The step of `control/geodesic_steps.py`: M minimised over all directions, and bent as the residuals are.
 
-F = Σ_t s w_t F_R J_tᵀJ_t comes from J itself, which the statistics' backward pass has shown. Layout: vectors in
-parameter space are (parameters,), unit after unit, as the columns of J.
+F = Σ_t s w_t F_R J_tᵀJ_t comes from J itself, which the statistics' backward pass has shown. Layout:
+vectors in parameter space are (parameters,), unit after unit, as the columns of J.
 """
 
 import math
@@ -11,8 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kronfac.control import AdaptiveDamping, GaussNewton, Measurement, Step
-from kronfac.control.gauss_newton import SAME
+from kronfac.control import AdaptiveDamping, GeodesicSteps, Measurement, Step
+from kronfac.control.geodesic_steps import SAME
 from kronfac.evaluation import Evaluation
 from kronfac.groups import PerParameter
 from kronfac.linearization import Explicit, can_be_explicit
@@ -23,6 +23,9 @@ from kronfac.proposal import Proposal, Proposer
 from kronfac.settings import Settings
 from kronfac.state import CurrentInverse
 
+PIECES = 4
+"""Parts of the columns of J that `lower_gram` takes one after the other."""
+
 
 def minimises_wholly(
     settings: Settings, evaluation: Evaluation, m: Measurement, rates: PerParameter
@@ -31,7 +34,7 @@ def minimises_wholly(
 
     And nothing has been asked for that goes by another step: fractions, a trust region, learning rates.
     """
-    rule, network = settings.step_size.gauss_newton, evaluation.network
+    rule, network = settings.step_size.geodesic_steps, evaluation.network
     if rule is None or m.noise is None or m.confirmed is not None:
         return False
     unit = m.examples if m.summed else 1
@@ -81,10 +84,9 @@ class WholeModel:
 
     @cached_property
     def fisher(self) -> Tensor:
-        """F, (parameters, parameters)."""
+        """F, (parameters, parameters), on and below its diagonal."""
         roots = [_jacobian(v) * w.sqrt() for v, w in zip(self.views, self.weights, strict=True)]
-        A = torch.cat(roots)
-        return A.mT @ A
+        return lower_gram(torch.cat(roots))
 
     def bend(self, v: Tensor) -> Tensor:
         """Jᵀ W r″ with r″ the second derivative of the residuals along v."""
@@ -106,7 +108,7 @@ class WholeModel:
 
 
 def propose_wholly(
-    proposer: Proposer, rule: GaussNewton, current: CurrentInverse
+    proposer: Proposer, rule: GeodesicSteps, current: CurrentInverse
 ) -> tuple[Proposal | None, float]:
     """The first of a few steps after which the objective is lower, and λ from there on.
 
@@ -120,28 +122,45 @@ def propose_wholly(
         F = model.fisher
     gradient = torch.cat([V.reshape(-1) for V in point.gradient])
     eta = point.evaluation.weight_decay.usual
+    curvature = F.diagonal()
+    D = curvature / curvature.mean() + rule.floor
+    D /= 1 + rule.floor
     # A smaller λ is lost in the rounding of F.
-    lambda_ = max(m.lambda_, m.precision * float(F.diagonal().max()))
-    for _ in range(rule.trials):
+    lambda_ = max(m.lambda_, m.precision * float(curvature.mean()))
+    for trial in range(1, rule.trials + 1):
         with proposer.watch("direction"):
-            found = _solve(model, F, gradient, lambda_ + eta, rule.bend)
+            found = _solve(model, F, gradient, lambda_ * D + eta, rule.bend)
         if found is not None:
             v, delta = found
             with proposer.watch("reduction_ratio"):
                 change = point.evaluation.change(delta, loss_seen=True)
-            slope, square = float(gradient @ v), float(v @ v)
             if change < 0:
-                undamped = slope / 2 - lambda_ / 2 * square
-                proposal = _proposal(proposer, current, delta, change, slope, lambda_ * square)
-                return proposal, lambda_ * rule.after(change / undamped)
+                slope, damped = float(gradient @ v), lambda_ * float(v @ (D * v))
+                proposal = _proposal(proposer, current, delta, change, slope, damped)
+                rho = change / (slope / 2 - damped / 2)
+                return proposal, lambda_ * rule.after(rho, trial)
         lambda_ *= rule.factor
     return None, lambda_
 
 
+def lower_gram(A: Tensor) -> Tensor:
+    """AᵀA on and below its diagonal, (columns, columns); zeros, or some of the rest, above.
+
+    By a few columns at a time, which leaves out most of what is above: 10/16 of the multiplications.
+    """
+    size = A.shape[1]
+    gram = A.new_zeros(size, size)
+    width = -(-size // PIECES)
+    for start in range(0, size, width):
+        stop = start + width
+        gram[start:, start:stop] = A[:, start:].mT @ A[:, start:stop]
+    return gram
+
+
 def _solve(
-    model: WholeModel, F: Tensor, gradient: Tensor, damping: float, bend: float
+    model: WholeModel, F: Tensor, gradient: Tensor, damping: Tensor, bend: float
 ) -> tuple[Tensor, Matrices] | None:
-    """v, and δ = v + a/2; None if F + damping I has no decomposition or the residuals bend too much."""
+    """v, and δ = v + a/2; None if F with damping has no decomposition or the residuals bend too much."""
     damped = F.clone()
     damped.diagonal().add_(damping)
     root, failed = torch.linalg.cholesky_ex(damped)
@@ -162,7 +181,7 @@ def _proposal(
     slope: float,
     damped: float,
 ) -> Proposal:
-    """The step as others are proposed; M(v) − M(0) = ½ ∇hᵀv, and vᵀ(F + (λ + η)I)v = −∇hᵀv."""
+    """The step as others are proposed; M(v) − M(0) = ½ ∇hᵀv, and vᵀ(F + λD + ηI)v = −∇hᵀv."""
     evaluation = proposer.point.evaluation
     eta = evaluation.weight_decay.usual
     squares = sum(float(p.square().sum()) for p in proposer.network.parameters) if eta else 0.0
