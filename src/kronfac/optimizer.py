@@ -16,6 +16,7 @@ from kronfac.control import (
     AdaptiveGamma,
     AnyDampingRule,
     AnyGammaRule,
+    GeodesicSteps,
     LongMemory,
     QuadraticModel,
     StepRule,
@@ -157,7 +158,7 @@ class KFAC(LateOptimizer):
             fisher=fisher_of(fisher),
             damping=AdaptiveDamping() if damping is None else damping,
             gamma=AdaptiveGamma() if gamma is None else gamma,
-            step_size=QuadraticModel(bounded=True, memory=LongMemory())
+            step_size=QuadraticModel(bounded=True, memory=LongMemory(), whole=GeodesicSteps())
             if step_size is None
             else step_size,
             acceptance=ACCEPT_ALL if acceptance is None else acceptance,

@@ -60,6 +60,8 @@ class Proposal:
     to be kept for a rollback."""
     change: float | None = None
     """h(θ + δ) − h(θ), if it was computed."""
+    tried: bool = False
+    """Whether the step was chosen by that, and λ has been moved by it."""
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kronfac.candidates import best_proposal
+from kronfac.candidates import Chosen, best_proposal
 from kronfac.control import Kept, Measurement, Pending, StepState
 from kronfac.curvature import Curvature, ema_decay
 from kronfac.curvature.estimate import Sample, estimate
 from kronfac.evaluation import Evaluation, Point
 from kronfac.first_damping import first_lambda
+from kronfac.geodesic_step import minimises_wholly, propose_wholly
 from kronfac.groups import PerParameter
 from kronfac.learning_rate import ONE, apply_rates
 from kronfac.linearization import Linearizer, can_be_explicit
@@ -63,7 +64,8 @@ def compute_step(
     with watch("reduction_ratio"):
         step_state = _compare_average(settings, evaluation, before.step, m)
     with watch("statistics"):
-        S1, S2, around = curvature_examples(settings, evaluation, m)
+        wholly = minimises_wholly(settings, evaluation, m, rates)
+        S1, S2, around = curvature_examples(settings, evaluation, m, wholly)
         curvature, current, generator = update_curvature(
             settings, evaluation, S1, before, m, around
         )
@@ -82,7 +84,12 @@ def compute_step(
         )
         m = measure(evaluation, before)
         proposer = replace(proposer, measurement=m)
-    chosen = best_proposal(settings, proposer, before, events)
+    chosen = None
+    if wholly:
+        chosen, before = _minimise_wholly(settings, proposer, before)
+    if chosen is None:
+        proposer = replace(proposer, measurement=replace(m, lambda_=before.damping.lambda_))
+        chosen = best_proposal(settings, proposer, before, events)
     with watch("step_size"):
         best = apply_rates(proposer, chosen.proposal, rates)
     if not best.loss_seen:
@@ -106,6 +113,8 @@ def compute_step(
         curvature_share=best.curvature_share,
     )
     damping, rho = before.damping, None
+    if best.tried and best.change is not None and predicted < 0:
+        rho = best.change / predicted
     measures = settings.damping.measures(m.iteration) == "own" and evaluation.comparable()
     if measures and predicted != 0:
         with watch("reduction_ratio"):
@@ -164,10 +173,16 @@ def compute_step(
 
 
 def curvature_examples(
-    settings: Settings, evaluation: Evaluation, m: Measurement
+    settings: Settings, evaluation: Evaluation, m: Measurement, wholly: bool = False
 ) -> tuple[Batch, Batch, Linearizer]:
-    """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8]; and how passes over them are made."""
+    """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8]; and how passes over them are made.
+
+    All examples if M is to be minimised over all directions.
+    """
     batch = evaluation.batch
+    if wholly:
+        S1, S2 = subsets(evaluation.network, batch, sizes(batch, 1.0, 1.0), None)
+        return S1, S2, Linearizer(evaluation.network, keeps=True)
     fractions = settings.shares(
         m.examples, batch.most_terms, convolutional=evaluation.network.convolutional
     )
@@ -228,6 +243,21 @@ def update_curvature(
     return curvature, current, generator.get_state()
 
 
+def _minimise_wholly(
+    settings: Settings, proposer: Proposer, before: State
+) -> tuple[Chosen | None, State]:
+    """A step of `geodesic_step.py`, if there is a good one, and the state with its λ."""
+    rule, current = settings.step_size.geodesic_steps, before.current
+    if rule is None or current is None:
+        return None, before
+    proposal, lambda_ = propose_wholly(proposer, rule, current)
+    before = replace(before, damping=replace(before.damping, lambda_=lambda_))
+    if proposal is None:
+        return None, before
+    m = proposer.measurement
+    return Chosen(proposal, (), current, before.refresh, m), before
+
+
 def _compare_average(
     settings: Settings, evaluation: Evaluation, state: StepState, m: Measurement
 ) -> StepState:
@@ -269,6 +299,10 @@ def _pending(
     outlier: bool,
 ) -> Pending:
     """What the next mini-batch needs to validate this step, and to roll it back."""
+    predicted, share = best.step.predicted_change, best.curvature_share
+    if best.tried and best.change is not None:
+        # What is left to be seen is whether the next mini-batch is another one; λ has been moved already.
+        predicted, share = best.change, 1.0
     validate = outlier or (best.far and m.noise is not None)
     keep = validate or best.far or settings.damping.measures(m.iteration + 1) == "next"
     keep = keep and settings.acceptance.rejection is not None
@@ -277,8 +311,8 @@ def _pending(
         examples=m.examples,
         loss=best.loss,
         penalty=best.penalty,
-        predicted_change=best.step.predicted_change,
-        curvature_share=best.curvature_share,
+        predicted_change=predicted,
+        curvature_share=share,
         kept=Kept(network.theta(), before.step.momentum) if keep else None,
         validate=validate,
     )
