@@ -5,7 +5,7 @@ import pytest
 
 import kronfac
 from kronfac import EventKind
-from kronfac.report import Event, StepReport
+from kronfac.report import SAME_EXAMPLES, Event, EventWarnings, StepReport
 
 
 def test_kinds_of_events_are_strings():
@@ -47,3 +47,13 @@ def test_cases_is_the_deprecated_name_of_examples():
     report = StepReport(1, 1.0, 1.0, 1.0, examples=7)
     with pytest.warns(DeprecationWarning, match="examples"):
         assert report.cases == 7
+
+
+@pytest.mark.parametrize("advice", ["", SAME_EXAMPLES])
+def test_the_advice_to_shuffle_is_not_given_if_mini_batches_do_not_differ(advice: str):
+    event = Event(EventKind.REJECTED, "It rose.", advice)
+    with pytest.warns(UserWarning, match="It rose") as given:
+        EventWarnings()(StepReport(3, 1.0, 1.0, 1.0, events=(event,)))
+    (warning,) = given
+    assert ("shuffle" in str(warning.message)) == (not advice)
+    assert advice in str(warning.message)

@@ -8,6 +8,8 @@ from torch import nn
 
 from kronfac import state as saving
 from kronfac.errors import StateError
+from kronfac.gradient_memory import GradientMemory
+from kronfac.network import check_moments
 from kronfac.state_groups import (
     is_zero,
     loaded_buffers,
@@ -40,7 +42,7 @@ class CopyingOptimizer(SteppingOptimizer):
         """The state as no hook has seen it."""
         return {
             **saved_groups(self.param_groups, self.state),
-            "kfac": saving.save(self._state, self.network.units, self.settings),
+            "kfac": saving.save(self._state, self.network, self.settings, self._check.memory),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -61,7 +63,7 @@ class CopyingOptimizer(SteppingOptimizer):
             saving.check_units(state_dict.get("kfac"), self.network.units)
         options = loaded_options(state_dict, self.param_groups)
         eta = with_options(self.param_groups, options, "weight_decay").least
-        network = self.network
+        network, gradients = self.network, None
         if "kfac" in state_dict:
             loaded = saving.load(state_dict["kfac"], network.units, self.settings, eta)
             state = loaded.state
@@ -69,13 +71,16 @@ class CopyingOptimizer(SteppingOptimizer):
             shown = momentum_of(buffers, self.param_groups, network)
             if "state" in state_dict and is_zero(shown) != is_zero(state.step.momentum):
                 raise StateError("The state has momentum in one of 'state' and 'kfac' only.")
-            network = network.continued(loaded.order, state.curvature)
+            network = network.continued(loaded.order, state.curvature, loaded.learned)
+            check_moments(state.curvature, network.units)
+            gradients = loaded.gradients
         else:
             buffers = loaded_buffers(state_dict, self.param_groups)
             momentum = momentum_of(buffers, self.param_groups, network)
             state = saving.initial_state(self.settings, eta, network.device)
             state = replace(state, step=replace(state.step, momentum=momentum))
         self.network = network
+        self._check.memory = GradientMemory() if gradients is None else gradients
         network.learned.placement = None  # the state was brought to where the parameters are
         self.state.clear()
         self._become(state)

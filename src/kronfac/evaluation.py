@@ -177,7 +177,7 @@ class Evaluation:
         return seen is not None and self.agrees(float(self.loss), float(seen))
 
     def comparable(self) -> bool:
-        """Whether the loss can be had elsewhere than at θ."""
+        """Whether the loss can be had, here and elsewhere than at θ; else `loss` is 0 and says nothing."""
         return self.reevaluate is not None or self.seen_loss is not None
 
     def loss_at(self, delta: Matrices, loss_seen: bool) -> Tensor:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from torch import nn
 
 from kronfac.evaluation import Evaluation, in_full_precision
-from kronfac.gradient_comparison import MIXED_TOLERANCE, Verdict, compare, losses_agree
+from kronfac.gradient_comparison import MIXED_TOLERANCE, compare, losses_agree
+from kronfac.gradient_memory import GradientMemory, Verdict
 from kronfac.groups import PerParameter
 from kronfac.warn import warn
 
@@ -29,15 +30,9 @@ class GradientCheck:
         self._left_out = {id(p) for p in left_out}
         """Parameters that are trainable, and in no group on purpose."""
         self._given: set[str] = set()
-        self._follows_returned = False
-        self._last = Verdict()
-        """What was found last, of gradients that were not added to others."""
-        self._scale = 1.0
-        self._scales: list[float] = []
-        """What was found of fresh gradients, the last two."""
         self._where = "closure"
-        self._compared = False
-        self._zeroes_in_place = False
+        self.memory = GradientMemory()
+        """What was found, which the optimizer saves with its state."""
 
     def __call__(
         self, evaluation: Evaluation, iteration: int, unscaled: bool = False
@@ -52,17 +47,19 @@ class GradientCheck:
             return evaluation  # the gradient is K-FAC's own, of all that the network consists of
         self._check_parameters(evaluation)
         self._check_gradients(evaluation)
+        any_gradient = len(evaluation.without_gradient) < len(evaluation.network.units)
+        if batch.assumed and self._where == "closure" and any_gradient:  # else an error will say so
+            self._warn_of_assumed_loss(evaluation)
         added = evaluation.accumulated()
-        if evaluation.seen_loss is None or (added and "zero_grad" in self._given):
+        memory = self.memory
+        if evaluation.seen_loss is None or (added and memory.adds):
             return evaluation  # nothing to compare with
-        if self._follows_returned:
+        if memory.follows_returned:
             evaluation = _scale_to_returned(evaluation)
-        # Also on the first mini-batch after a state was loaded.
-        compared = self._compared and (self._zeroes_in_place or not added)
-        # A scale of its own is looked at twice: clipping has another one in every step.
-        compared = compared and not (len(self._scales) == 1 and self._scales[0] != 1)
+        compared = memory.compared and (memory.zeroes_in_place or not added)
+        compared = compared and not memory.undecided
         if compared and iteration > 1 and iteration % INTERVAL and not unscaled:
-            return _scaled(evaluation, self._scale)
+            return _scaled(evaluation, memory.scale)
         verdict = compare(
             evaluation,
             replace(evaluation, weight_decay=PerParameter(0.0)).gradient(),
@@ -73,22 +70,39 @@ class GradientCheck:
         if added and not self._as_before(verdict):
             self._warn_of_sum(verdict)
             return evaluation
-        self._compared, self._zeroes_in_place, self._last = True, added, verdict
-        self._scale = 1.0
+        self.memory = replace(memory, compared=True, zeroes_in_place=added, last=verdict, scale=1.0)
         return self._mend(evaluation, verdict)
 
-    def warn_of_unseen_loss(self) -> None:
+    def warn_of_unseen_loss(self, evaluation: Evaluation) -> None:
         """Warn of a loop whose loss K-FAC can't compute elsewhere."""
+        given = type(evaluation.network.objective.module).__name__
         self._warn(
             "unseen loss",
             "KFAC.step() has not seen the loss that backward() was called on, only the model's outputs: "
             "the curvature is that of the loss that KFAC was given or kronfac.observe declared, λ stays as "
-            "it is, and no step is validated or rejected, so that training may diverge. Call the loss "
-            "module that KFAC was given, with the model's outputs, or give step() a closure.",
+            "it is, and no step is validated or rejected, so that training may diverge. The "
+            f"loop has called a function, or another module than the {given} that KFAC was given: pass the "
+            "same object to KFAC(model, loss) that the loop calls with the model's outputs, also if both "
+            "are of one class; or give step() a closure, in which all are seen.",
+        )
+
+    def _warn_of_assumed_loss(self, evaluation: Evaluation) -> None:
+        """Warn of a closure whose loss K-FAC neither sees nor was told."""
+        given = type(evaluation.network.objective.module).__name__
+        self._warn(
+            "assumed loss",
+            "KFAC.step() has not seen a loss in the closure, only calls of the model: the curvature is "
+            f"that of the {given} that KFAC was given, at the model's outputs, which may be far from the "
+            "loss's own, and losses are compared by calling the closure again. A loss by hand, such as "
+            "(r**2).mean(), is not seen: call kronfac.least_squares(r), nn.MSELoss() or another loss of "
+            "torch.nn, or a kronfac.GaussNewton(loss) for what is convex in the outputs; or declare what "
+            "the outputs predict with kronfac.observe. Derivatives by torch.autograd.grad can't be "
+            "repeated: take them with kronfac.physics.WithDerivatives.",
         )
 
     def warn_of_old_gradients(self) -> None:
         """Warn of a loop that never zeroes its gradients."""
+        self.memory = replace(self.memory, adds=True)
         self._warn(
             "zero_grad",
             "loss.backward() has added to the gradients that the last KFAC.step() went by: this step goes "
@@ -98,11 +112,13 @@ class GradientCheck:
 
     def _as_before(self, verdict: Verdict) -> bool:
         """Whether gradients in old tensors are what fresh ones were: so these have been zeroed in place."""
-        expected = {self._last.scale, self._scale}
+        last = self.memory.last
+        expected = {last.scale, self.memory.scale}
         same = any(math.isclose(verdict.scale, scale, rel_tol=0.01) for scale in expected)
-        return same and verdict.others == self._last.others
+        return same and verdict.others == last.others
 
     def _warn_of_sum(self, verdict: Verdict) -> None:
+        self.memory = replace(self.memory, adds=True)
         others = f"of {_list(verdict.others)} is not"
         finding = others if verdict.others else f"is {verdict.scale:.4g} times"
         self._warn(
@@ -119,8 +135,10 @@ class GradientCheck:
             self._warn(
                 "others",
                 f"The gradient of {_list(verdict.others)} is not that of the losses that KFAC sees the "
-                f"{self._where} call: a penalty or another loss is in it. The curvature is that of the "
-                f"losses seen. {self._remedy_of_others()} Weight decay is KFAC(weight_decay=…).",
+                f"{self._where} call: a penalty or another loss is in it, or derivatives by "
+                "torch.autograd.grad, which KFAC can't repeat. The curvature is that of the losses seen. "
+                f"{self._remedy_of_others()} Weight decay is KFAC(weight_decay=…). Derivatives of the "
+                "outputs are seen if kronfac.physics.WithDerivatives takes them.",
             )
             return evaluation
         if verdict.unseen:
@@ -152,25 +170,30 @@ class GradientCheck:
         ratio = float(evaluation.returned_loss) / float(seen) if float(seen) else 1.0
         if scale != 1 and abs(ratio / scale - 1) < MIXED_TOLERANCE:
             # A GradScaler: the loss is scaled on the way back, and the gradient unscaled.
-            self._follows_returned = True
+            self.memory = replace(self.memory, follows_returned=True)
             return _scale_to_returned(evaluation)
-        self._scales = [*self._scales[-1:], scale]
-        if not all(math.isclose(scale, other, rel_tol=SAME_SCALE) for other in self._scales):
+        _, before = self.memory.scales
+        if before is not None and math.isclose(scale, before, rel_tol=SAME_SCALE):
+            # The factor that all steps have stays as it was first found, to the bit: when it is compared
+            # again depends on whether there were gradients before, which a resumed run does not know.
+            scale = before
+        self.memory = replace(self.memory, scales=(before, scale))
+        if before not in (None, scale):
             # Clipped: the curvature is that of the loss, and the gradient what it is made to be.
             return evaluation
         if scale != 1:
-            if len(self._scales) > 1:
+            if before is not None:
                 self._warn(
                     "scale",
                     f"The {self._where}'s gradient is {scale:.4g} times that of the losses it called, in "
                     "every step; KFAC takes the gradient for right. Scale the loss before backward(), not "
                     "the gradient after it.",
                 )
-            self._scale = scale
+            self.memory = replace(self.memory, scale=scale)
             evaluation = _scaled(evaluation, scale)
             seen = evaluation.seen_loss
             assert seen is not None
-        told = scale == 1 or len(self._scales) > 1
+        told = scale == 1 or before is not None
         if told and not losses_agree(evaluation, float(evaluation.returned_loss), float(seen)):
             ratio = float(seen) / float(evaluation.returned_loss)
             self._warn(

@@ -8,7 +8,6 @@ second does not, for some unit, there are uses of that unit that K-FAC does not 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch import Tensor
 from kronfac.curvature import SummedGradient, Taps
 from kronfac.distributed import Part, Phase, Ranks
 from kronfac.evaluation import Evaluation
+from kronfac.gradient_memory import Verdict
 from kronfac.linearization import Traced
 from kronfac.network import Matrices, Network, Pass, Unit, dot, hooked
 
@@ -29,18 +29,6 @@ of single examples, of which next to nothing is left near a minimum."""
 
 Found = tuple[Matrices, list[Tensor | None], list[float], list[bool]]
 """Gradient of the loss calls, rebuilt gradient, sizes and half precision, by unit."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a comparison found."""
-
-    scale: float = 1.0
-    """By what factor the closure's gradient is larger than that of the loss calls."""
-    others: tuple[str, ...] = ()
-    """The parameters whose gradient is another, whatever the factor."""
-    unseen: tuple[str, ...] = ()
-    """The parameters that have uses which K-FAC does not see."""
 
 
 def compare(evaluation: Evaluation, gradient: Matrices, unscaled: bool = False) -> Verdict | None:

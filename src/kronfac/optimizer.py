@@ -16,6 +16,7 @@ from kronfac.control import (
     AdaptiveGamma,
     AnyDampingRule,
     AnyGammaRule,
+    GeodesicSteps,
     LongMemory,
     QuadraticModel,
     StepRule,
@@ -157,7 +158,7 @@ class KFAC(LateOptimizer):
             fisher=fisher_of(fisher),
             damping=AdaptiveDamping() if damping is None else damping,
             gamma=AdaptiveGamma() if gamma is None else gamma,
-            step_size=QuadraticModel(bounded=True, memory=LongMemory())
+            step_size=QuadraticModel(bounded=True, memory=LongMemory(), whole=GeodesicSteps())
             if step_size is None
             else step_size,
             acceptance=ACCEPT_ALL if acceptance is None else acceptance,
@@ -253,10 +254,13 @@ class KFAC(LateOptimizer):
         if closure is None and not self._rates and not self._recorder.forwards:
             self._publish_momentum(anyway=True)
             return None
+        network, memory = self.network, self._check.memory
+        learned, taken = network.learned.copy(), False
         try:
             ended, returned = self._ends_loop(closure)
             with full_precision(self.network.device) as callers, self._recorder.paused():
                 result = self._step(None if ended else closure, callers)
+            taken = self.report is None or not self.report.refused
             return returned if ended else result
         except RankError:
             raise  # all ranks know
@@ -264,6 +268,9 @@ class KFAC(LateOptimizer):
             Processes.current().abandon()
             raise
         finally:
+            if not taken:  # all or nothing
+                self._check.memory = memory
+                vars(network.learned).update(vars(learned))
             self._recorder.step()
 
     def closure(

@@ -37,6 +37,7 @@ from kronfac.network import (
     Matrices,
     Network,
     StandingRecorder,
+    check_moments,
     find_units,
     remove_hooks,
 )
@@ -248,7 +249,7 @@ class Preconditioner(EstimatingCurvature):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, for `torch.save`."""
-        saved = saving.save(self._state, self._units(self.network), self.settings)
+        saved = saving.save(self._state, self.network, self.settings)
         counts = (self.steps, self._updated, self._refreshed)
         return {**dict(zip(COUNTS, counts, strict=True)), "sides": self.sides, "kfac": saved}
 
@@ -272,7 +273,9 @@ class Preconditioner(EstimatingCurvature):
                 "one with the same sides."
             )
         loaded = saving.load(given["kfac"], self._units(self.network), self.settings, 0.0)
-        self.network = self.network.continued(loaded.order, loaded.state.curvature)
+        network = self.network.continued(loaded.order, loaded.state.curvature, loaded.learned)
+        check_moments(loaded.state.curvature, self._units(network))
+        self.network = network
         self._state = loaded.state
         self.steps, self._updated, self._refreshed = counts
 

@@ -61,6 +61,8 @@ class Proposal:
     to be kept for a rollback."""
     change: float | None = None
     """h(θ + δ) − h(θ), if it was computed."""
+    tried: bool = False
+    """Whether the step was chosen by that, and λ has been moved by it."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Proposer:
                 )
                 step, momentum = Step(step.coefficients, step.predicted_change + change), delta
                 slope = float(dot(point.gradient, delta))
-        if rule.bounded:
+        if rule.bounded and point.evaluation.comparable():
             # If mini-batches differ, steps from a loss that is rounding error are long and lead anywhere,
             # which examples that are not among these have to pay for. If they don't differ, such a step
             # shows at once, and is rejected.

@@ -53,6 +53,8 @@ class Event:
 
     kind: EventKind
     message: str
+    advice: str = ""
+    """What to do about it, if that is not the same for all events of the kind."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class StepReport:
     iteration: int
     """k, counted from 1; a refused step repeats the number of the one it would have been."""
     loss: float
-    """The loss as the closure returned it, without the weight-decay term."""
+    """The loss as the closure returned it, without the weight-decay term; NaN if a loop's loss is not
+    seen."""
     lambda_: float
     """λ after this step."""
     gamma: float
@@ -122,10 +125,15 @@ _ADVICE = {
     ),
     EventKind.REJECTED: (
         "rejected a step and rolled it back",
-        "One now and then is no mistake. If many are, shuffle the examples or take larger mini-batches; if "
-        "mini-batches do not differ, see to it that KFAC sees the loss",
+        "One now and then is no mistake. If many are, shuffle the examples or take larger mini-batches",
     ),
 }
+SAME_EXAMPLES = (
+    "One now and then is no mistake. This mini-batch does not differ from the last one, so that it is the "
+    "quadratic model that failed, and λ is larger from now on. If many are rejected, see to it that KFAC "
+    "sees the loss, and use float64 if the loss is near its rounding error"
+)
+"""Advice with a rejected step if it is no noise between mini-batches that rejected it."""
 
 
 class EventWarnings:
@@ -140,6 +148,7 @@ class EventWarnings:
             if event.kind in _ADVICE and event.kind not in self._given:
                 self._given.add(event.kind)
                 done, advice = _ADVICE[event.kind]
+                advice = event.advice or advice
                 warn(
                     f"KFAC {done} at iteration {report.iteration}: {event.message} {advice}. Further ones "
                     f"are in optimizer.report.{event.kind} only."

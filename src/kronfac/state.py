@@ -21,17 +21,10 @@ from kronfac.control import (
     Measurement,
     StepState,
 )
-from kronfac.curvature import (
-    Curvature,
-    DampedInverse,
-    DenseMoments,
-    DiagonalMoments,
-    KroneckerBlock,
-    KroneckerSumMoments,
-    Moments,
-)
+from kronfac.curvature import Curvature, DampedInverse
 from kronfac.errors import StateError
-from kronfac.network import Matrices, Unit
+from kronfac.gradient_memory import GradientMemory
+from kronfac.network import LearnedState, Matrices, Network, Unit, check_moments
 from kronfac.ranges import Count, NotNegative
 from kronfac.refresh import Refresh, SavedRefresh
 from kronfac.settings import Settings
@@ -40,7 +33,7 @@ from kronfac.storage import Layout, Unpacker, map_tensors, pack, tensors_in
 
 S = TypeVar("S")
 
-VERSION = 8
+VERSION = 9
 
 
 @dataclass(frozen=True)
@@ -119,6 +112,10 @@ class SavedState:
     curvature: Curvature | None
     current: CurrentInverse | None
     refresh: SavedRefresh | None
+    learned: LearnedState | None
+    """What passes have shown of the network; None in states of earlier versions."""
+    gradients: GradientMemory | None
+    """What comparisons of gradients have found; None if there are none, or in such states."""
 
     def check(self, units: Sequence[Layout]) -> None:
         """Raise a StateError if the parts don't fit these units, or each other."""
@@ -151,14 +148,21 @@ class SavedState:
             )
 
 
-def save(state: State, units: Sequence[Unit], settings: Settings) -> dict[str, Any]:
+def save(
+    state: State,
+    network: Network,
+    settings: Settings,
+    gradients: GradientMemory | None = None,
+) -> dict[str, Any]:
     """A dictionary that `torch.load(weights_only=True)` reads back."""
     saved = SavedState(
         version=VERSION,
-        units=tuple(unit.name for unit in units),
+        units=tuple(unit.name for unit in network.units),
         inverse_settings=repr(settings.inverse),
         **{f.name: getattr(state, f.name) for f in fields(state) if f.name != "refresh"},
         refresh=None if state.refresh is None else SavedRefresh.of(state.refresh),
+        learned=network.learned_state(),
+        gradients=gradients,
     )
     packed: dict[str, Any] = pack(saved)
     return packed
@@ -171,6 +175,8 @@ class Loaded:
     state: State
     order: Sequence[int]
     """The numbers of the units, in the order that they were saved in."""
+    learned: LearnedState | None
+    gradients: GradientMemory | None
 
 
 def load(packed: Any, units: Sequence[Unit], settings: Settings, weight_decay: float) -> Loaded:
@@ -199,8 +205,10 @@ def load(packed: Any, units: Sequence[Unit], settings: Settings, weight_decay: f
     rules = (fresh.damping, gamma, fresh.step, fresh.acceptance)
     saved = Unpacker(device, layouts, map(type, rules)).unpack(SavedState, packed)
     saved.check(layouts)
-    _check_blocks(saved.curvature, ordered, settings)
-    return Loaded(_continued(saved, fresh, settings, weight_decay), order)
+    check_moments(saved.curvature, [unit.undiscovered for unit in ordered])
+    _check_links(saved.curvature, settings)
+    state = _continued(saved, fresh, settings, weight_decay)
+    return Loaded(state, order, saved.learned, saved.gradients)
 
 
 def check_units(packed: Any, units: Sequence[Unit]) -> None:
@@ -229,30 +237,15 @@ def _in_dtype(packed: Any, dtypes: set[torch.dtype]) -> Any:
     return map_tensors(packed, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
-def _check_blocks(curvature: Curvature | None, units: Sequence[Unit], settings: Settings) -> None:
-    """The kinds of moments, which for some units are known after the first pass only, and links."""
-    if curvature is None:
+def _check_links(curvature: Curvature | None, settings: Settings) -> None:
+    if curvature is None or not settings.inverse.couples:
         return
-    for unit, moments in zip(units, curvature.blocks, strict=True):
-        if not isinstance(moments, _kinds(unit)):
-            raise StateError(
-                f"The state's statistics of {unit.name!r} are {type(moments).__name__}; this KFAC has "
-                f"a {type(unit.block).__name__} for it. Use the block that it was saved with."
-            )
-    if settings.inverse.couples and len(curvature.links) != len(units) - 1:
+    units, links = len(curvature.blocks), len(curvature.links)
+    if links != units - 1:
         raise StateError(
-            f"The state's curvature must have a link, or None, between any two of {len(units)} units; "
-            f"got {len(curvature.links)}. Load an earlier state."
+            f"The state's curvature must have a link, or None, between any two of {units} units; got "
+            f"{links}. Load an earlier state."
         )
-
-
-def _kinds(unit: Unit) -> tuple[type[Moments], ...]:
-    """The kinds of moments that a unit may have had: the first pass shows how it is used."""
-    if not unit.chosen:
-        return (Moments,)
-    # Diagonal ones if its uses were not all seen, a sum or a dense one if V and Vᵀ both were used.
-    both = (KroneckerSumMoments, DenseMoments) if isinstance(unit.block, KroneckerBlock) else ()
-    return (unit.block.moments, DiagonalMoments, *both)
 
 
 def _continued(saved: SavedState, fresh: State, settings: Settings, weight_decay: float) -> State:

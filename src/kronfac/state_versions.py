@@ -1,7 +1,8 @@
 """States of earlier versions, in the form of today.
 
 In version 6 what the rules remember lay flat beside each other; up to version 7 all units were linear
-layers, whose factors were listed by kind.
+layers, whose factors were listed by kind; up to version 8 what passes have shown of the network and
+comparisons of gradients was found anew by a resumed run.
 """
 
 import math
@@ -26,12 +27,16 @@ def upgrade(saved: Any, version: Any, inverse: ApproximateInverse, current: int)
     Raises:
         StateError: it is of a version that is not known, or something is missing.
     """
-    if version not in (6, 7):
+    if version not in (6, 7, 8):
         raise StateError(
             f"This kronfac reads states of the versions 6 to {current}; got {version!r}."
         )
     try:
-        return _from_version_7(_from_version_6(saved) if version == 6 else saved, inverse)
+        if version == 6:
+            saved = _from_version_6(saved)
+        if version < 8:
+            saved = _from_version_7(saved, inverse)
+        return {**saved, "version": 9, "learned": None, "gradients": None}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, StateError):
             raise

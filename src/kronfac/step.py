@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kronfac.candidates import best_proposal
+from kronfac.candidates import Chosen, best_proposal
 from kronfac.control import Kept, Measurement, Pending, StepState
 from kronfac.curvature import Curvature, ema_decay
 from kronfac.curvature.estimate import Sample, estimate, head_counts
@@ -19,6 +19,7 @@ from kronfac.distributed import Phase, Place, Ranks
 from kronfac.errors import RankError
 from kronfac.evaluation import Evaluation, Point, RefusedError
 from kronfac.first_damping import first_lambda
+from kronfac.geodesic_step import minimises_wholly, propose_wholly
 from kronfac.groups import PerParameter
 from kronfac.learning_rate import ONE, apply_rates
 from kronfac.linearization import Linearizer, can_be_explicit
@@ -65,7 +66,8 @@ def compute_step(
     with watch("reduction_ratio"):
         step_state = _compare_average(settings, evaluation, before.step, m)
     with watch("statistics"):
-        some = curvature_examples(settings, evaluation, m)
+        wholly = minimises_wholly(settings, evaluation, m, rates)
+        some = curvature_examples(settings, evaluation, m, wholly)
         curvature, current, generator = update_curvature(settings, evaluation, some, before, m)
         before = replace(before, current=current)
     proposer = Proposer(
@@ -91,7 +93,12 @@ def compute_step(
         )
         m = measure(evaluation, before)
         proposer = replace(proposer, measurement=m)
-    chosen = best_proposal(settings, proposer, before, events)
+    chosen = None
+    if wholly:
+        chosen, before = _minimise_wholly(settings, proposer, before)
+    if chosen is None:
+        proposer = replace(proposer, measurement=replace(m, lambda_=before.damping.lambda_))
+        chosen = best_proposal(settings, proposer, before, events)
     with watch("step_size"):
         best = apply_rates(proposer, chosen.proposal, rates)
     if not best.loss_seen:
@@ -115,6 +122,8 @@ def compute_step(
         curvature_share=best.curvature_share,
     )
     damping, rho = before.damping, None
+    if best.tried and best.change is not None and predicted < 0:
+        rho = best.change / predicted
     measures = settings.damping.measures(m.iteration) == "own" and evaluation.comparable()
     if measures and predicted != 0:
         with watch("reduction_ratio"):
@@ -127,6 +136,7 @@ def compute_step(
         damping = settings.damping.update(damping, after)
     assert before.gamma is not None
     alpha, *mu = best.step.coefficients
+    loss = best.loss if evaluation.comparable() else math.nan
     memory = settings.step_size.long_memory
     return Transition(
         delta=best.delta,
@@ -140,7 +150,10 @@ def compute_step(
             ),
             acceptance=replace(
                 before.acceptance,
-                pending=_pending(evaluation.network, settings, before, best, m, outlier),
+                # By a loss that is not known, no mini-batch can validate the step later on either.
+                pending=_pending(evaluation.network, settings, before, best, m, outlier)
+                if evaluation.comparable()
+                else None,
             ),
             curvature=curvature,
             current=chosen.current,
@@ -148,7 +161,7 @@ def compute_step(
         ),
         report=StepReport(
             iteration=m.iteration,
-            loss=best.loss,
+            loss=loss,
             lambda_=damping.lambda_,
             gamma=best.gamma,
             alpha=alpha,
@@ -156,7 +169,7 @@ def compute_step(
             rho=rho,
             predicted_change=predicted,
             examples=m.examples,
-            mean_loss=best.loss / (m.examples if m.summed else 1),
+            mean_loss=loss / (m.examples if m.summed else 1),
             memory=1.0 if memory is None else memory.horizon(step_state.memory, m),
             trials=trials,
             seconds=watch.seconds,
@@ -203,10 +216,16 @@ class CurvatureExamples:
 
 
 def curvature_examples(
-    settings: Settings, evaluation: Evaluation, m: Measurement
+    settings: Settings, evaluation: Evaluation, m: Measurement, wholly: bool = False
 ) -> CurvatureExamples:
-    """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8]."""
+    """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8].
+
+    All examples if M is to be minimised over all directions.
+    """
     batch, spread = evaluation.batch, evaluation.spread
+    if wholly:
+        S1, S2 = subsets(evaluation.network, batch, sizes(m.examples, 1.0, 1.0), None)
+        return CurvatureExamples(S1, S2, Linearizer(evaluation.network, keeps=True))
     terms = batch.most_terms + spread.terms_elsewhere
     fractions = settings.shares(m.examples, terms, convolutional=evaluation.network.convolutional)
     if batch.random and not batch.traced:
@@ -290,6 +309,21 @@ def update_curvature(
     return curvature, current, generator.get_state()
 
 
+def _minimise_wholly(
+    settings: Settings, proposer: Proposer, before: State
+) -> tuple[Chosen | None, State]:
+    """A step of `geodesic_step.py`, if there is a good one, and the state with its λ."""
+    rule, current = settings.step_size.geodesic_steps, before.current
+    if rule is None or current is None:
+        return None, before
+    proposal, lambda_ = propose_wholly(proposer, rule, current)
+    before = replace(before, damping=replace(before.damping, lambda_=lambda_))
+    if proposal is None:
+        return None, before
+    m = proposer.measurement
+    return Chosen(proposal, (), current, before.refresh, m), before
+
+
 def _compare_average(
     settings: Settings, evaluation: Evaluation, state: StepState, m: Measurement
 ) -> StepState:
@@ -331,6 +365,10 @@ def _pending(
     outlier: bool,
 ) -> Pending:
     """What the next mini-batch needs to validate this step, and to roll it back."""
+    predicted, share = best.step.predicted_change, best.curvature_share
+    if best.tried and best.change is not None:
+        # What is left to be seen is whether the next mini-batch is another one; λ has been moved already.
+        predicted, share = best.change, 1.0
     validate = outlier or (best.far and m.noise is not None)
     keep = validate or best.far or settings.damping.measures(m.iteration + 1) == "next"
     keep = keep and settings.acceptance.rejection is not None
@@ -339,8 +377,8 @@ def _pending(
         examples=m.examples,
         loss=best.loss,
         penalty=best.penalty,
-        predicted_change=best.step.predicted_change,
-        curvature_share=best.curvature_share,
+        predicted_change=predicted,
+        curvature_share=share,
         kept=Kept(network.theta(), before.step.momentum) if keep else None,
         validate=validate,
     )

@@ -130,7 +130,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
         if evaluation is None:
             return None
         if not evaluation.comparable():
-            self._check.warn_of_unseen_loss()
+            self._check.warn_of_unseen_loss(evaluation)
         if self._recorder.watch.added_to_old:
             self._check.warn_of_old_gradients()
             return evaluation
@@ -152,6 +152,8 @@ class SteppingOptimizer(torch.optim.Optimizer):
 
     def _suspects(self, evaluation: Evaluation, outcome: Transition | RefusedError) -> bool:
         """Whether the loss on this mini-batch calls for a validation of the last step out of turn."""
+        if not evaluation.comparable():
+            return False
         if isinstance(outcome, RefusedError):
             loss, penalty = float(evaluation.returned_loss), None
         else:
@@ -247,7 +249,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
         gamma = self._state.gamma
         return StepReport(
             iteration=self._state.iteration + 1,
-            loss=float(evaluation.returned_loss),
+            loss=float(evaluation.returned_loss) if evaluation.comparable() else math.nan,
             lambda_=self._state.damping.lambda_,
             gamma=math.nan if gamma is None else gamma.gamma,
             examples=evaluation.examples,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kronfac.control import Losses, Pending, Verdict
 from kronfac.evaluation import Evaluation
 from kronfac.measure import measure
-from kronfac.report import Event, EventKind
+from kronfac.report import SAME_EXAMPLES, Event, EventKind
 from kronfac.settings import Settings
 from kronfac.state import State
 
@@ -71,5 +71,6 @@ def _validation(settings: Settings, state: State, pending: Pending, verdict: Ver
     # What the step taught is kept: statistics and inverse, a larger λ.
     momentum = None if pending.kept is None else pending.kept.momentum
     after = replace(after, step=replace(state.step, momentum=momentum))
-    event = Event(EventKind.REJECTED, f"The last step is rejected: {verdict.cause}")
+    message = f"The last step is rejected: {verdict.cause}"
+    event = Event(EventKind.REJECTED, message, "" if verdict.differed else SAME_EXAMPLES)
     return Validation(after, verdict.rho, pending, event)

@@ -58,3 +58,17 @@ def test_hardly_one_of_those_that_change_it_half_as_much():
 def test_a_rise_by_ten_deviations_is_hardly_ever_accepted():
     """Only if |d| > 5σ, which is 1 of 2,500, or if the average happens to be 4.4 times what it should."""
     assert rejected(rise=10.0, spread=0.5) > 0.998
+
+
+@pytest.mark.parametrize(
+    ("before", "differed"), [(1.0, False), (1 + 1e-15, False), (1.1, True)], ids=str
+)
+def test_a_rejection_says_whether_mini_batches_differed(before: float, differed: bool):
+    """The loss was 1 before the step on its own mini-batch, and is `before` on the next one."""
+    pending = Pending((), 1, 1.0, 0.0, predicted_change=-1e-3, curvature_share=1.0)
+    state = AcceptanceState(pending=pending)
+    m = Measurement(iteration=2, precision=torch.finfo(torch.float64).eps)
+    verdict = Acceptance().validate(state, m, Losses(5.0, before, 0.0))
+    assert verdict is not None
+    assert verdict.cause is not None
+    assert verdict.differed is differed

@@ -157,6 +157,7 @@ def test_own_passes_start_from_the_buffers_that_the_closures_passes_started_from
 
 @pytest.mark.parametrize("seen", [True, False])
 @pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
 def test_rho_compares_a_function_with_itself(name, seen):
     """A step of next to nothing changes the loss as the gradient says: ρ = 1."""
     model, loss = STATEFUL[name](), nn.MSELoss()

@@ -86,8 +86,6 @@ def test_it_trains(tmp_path):
     assert run.evaluate()["eval_loss"] < 2.1
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(reason="not explained yet: a continued run differs by up to 0.02 in a parameter")
 def test_a_checkpoint_is_continued_to_the_bit(tmp_path):
     options = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3, "warmup_steps": 2}
     one, other = model(), model()

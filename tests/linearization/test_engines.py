@@ -317,6 +317,53 @@ def test_without_forward_mode_differences_are_taken_from_then_on(monkeypatch):
         monkeypatch.delattr(forward_mode, "jvp", raising=False)  # not asked again
 
 
+class Routed(Opaque):
+    """An example goes another way on one side of an edge; `untruthful` has another gradient besides."""
+
+    def __init__(self, untruthful: bool = False):
+        super().__init__()
+        self.edge, self.untruthful = torch.inf, untruthful
+
+    def forward(self, x):
+        s = self.first(x)
+        h = NoForwardMode.apply(s)
+        h = h + 0.1 * (h.detach() - h) if self.untruthful else h
+        return self.second(torch.where(s[:, :1] > self.edge, -h, h))
+
+
+def beside_an_edge(untruthful: bool) -> tuple[Network, Pass, tuple[Tensor, ...]]:
+    """A problem and a direction in which the usual difference takes the first example across the edge."""
+    network, part = Problem(lambda: Routed(untruthful), normal(5, 3)).network()
+    (v,) = directions_of(network, 1)
+    theta = flat(network, network.theta())
+    epsilon = finite_difference.SHARE * torch.finfo(theta.dtype).eps ** (1 / 3) * theta.norm()
+    epsilon = epsilon / flat(network, v).norm()
+    weight, bias = network.split(v)[:2]
+    x = normal(5, 3)[0]
+    with torch.no_grad():
+        score, speed = network.model.first(x)[0], weight[0] @ x + bias[0]
+    network.model.edge = float(score + epsilon * speed / 2)
+    return network, part, v
+
+
+def test_differences_are_shorter_where_examples_go_another_way():
+    network, part, v = beside_an_edge(False)
+    J = dense_jacobian(network, part)
+    (jumped,) = finite_difference.jvp(network, part, [v])
+    assert (jumped[0].reshape(-1) - J @ flat(network, v)).norm() > 1e3
+    for _ in range(2):  # from then on
+        (found,) = Traced(network, part).jvp([v])
+        assert_close(found[0].reshape(-1), J @ flat(network, v), **DIFFERENCES)
+        assert network.learned.difference == 0.125
+
+
+def test_a_wrong_gradient_is_wrong_at_every_length():
+    network, part, v = beside_an_edge(True)
+    with pytest.warns(UserWarning, match="does not agree with the gradient"):
+        Traced(network, part).jvp([v])
+    assert network.learned.difference == 1
+
+
 @pytest.mark.parametrize(
     "error",
     [

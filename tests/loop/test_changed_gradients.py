@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kronfac import KFAC, FixedDamping, FixedGamma, QuadraticModel
+from kronfac.gradient_memory import GradientMemory
 from tests.loop.loops import PROBLEMS, same_parameters, step_without_closure
 
 PROBLEM = PROBLEMS["perceptron"]
@@ -59,7 +60,7 @@ def test_the_clipped_gradient_is_what_is_preconditioned() -> None:
             acceptance=None,
         )
         # Two comparisons that differ have told that gradients are clipped.
-        optimizer._check._scales = [0.3, 0.7]
+        optimizer._check.memory = GradientMemory(scales=(0.3, 0.7))
         optimizer.zero_grad()
         PROBLEM.loss(model, x.double(), y).backward()
         before = [p.detach().clone() for p in model.parameters()]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import kronfac
 from kronfac import KFAC
 from kronfac.errors import (
     ClosureError,
@@ -99,7 +100,9 @@ def test_a_functional_loss_in_the_loop():
     model = network()
     optimizer = KFAC(model, LOSS)
     with pytest.warns(
-        UserWarning, match=r"KFAC\.step\(\) has not seen the loss.*or give step\(\) a clos"
+        UserWarning,
+        match=r"KFAC\.step\(\) has not seen the loss.*may diverge.*a function, or another module than the "
+        r"CrossEntropyLoss that KFAC was given: pass the same object.*or give step\(\) a clos",
     ):
         step_without_closure(optimizer, lambda: functional.cross_entropy(model(X), Y))
     assert optimizer.report is not None
@@ -118,6 +121,73 @@ def test_a_functional_loss_in_a_closure_is_seen():
     assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
 
 
+UNSEEN = (
+    r"KFAC\.step\(\) has not seen a loss in the closure.*the MSELoss that KFAC was given.*"
+    r"\(r\*\*2\)\.mean\(\).*kronfac\.least_squares\(r\).*kronfac\.GaussNewton.*kronfac\.observe.*"
+    r"torch\.autograd\.grad.*kronfac\.physics\.WithDerivatives"
+)
+
+
+def test_a_loss_by_hand_in_a_closure():
+    model, targets = network(), torch.zeros(64, 3)
+    optimizer = KFAC(model, nn.MSELoss())
+
+    def loss() -> Tensor:
+        return ((model(X) - targets) ** 2).mean()
+
+    with pytest.warns(UserWarning, match=UNSEEN):
+        step_with_closure(optimizer, loss)
+    step_with_closure(optimizer, loss)  # said once: a second warning would be an error
+    assert optimizer.report is not None
+    assert "loss_not_seen" in {event.kind for event in optimizer.report.events}
+
+
+def test_a_residual_with_derivatives_by_autograd_in_a_closure():
+    model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+    points = torch.linspace(0, 1, 40).reshape(20, 2).requires_grad_()
+
+    def loss() -> Tensor:
+        u = model(points)
+        (slope,) = torch.autograd.grad(u.sum(), points, create_graph=True)
+        return kronfac.least_squares(slope - u)
+
+    with pytest.warns(UserWarning, match=UNSEEN):
+        step_with_closure(KFAC(model, nn.MSELoss()), loss)
+
+
+def squared(r: Tensor) -> Tensor:
+    return kronfac.least_squares(r)
+
+
+def with_a_module(r: Tensor) -> Tensor:
+    value: Tensor = nn.MSELoss()(r, torch.zeros_like(r))
+    return value
+
+
+def declared(r: Tensor) -> Tensor:
+    r = kronfac.observe(r, kronfac.Gaussian(variance=0.5), scale=1 / r.numel())
+    return (r**2).mean()
+
+
+def convex(r: Tensor) -> Tensor:
+    loss = kronfac.GaussNewton(nn.MSELoss())
+    value: Tensor = loss(r, torch.zeros_like(r))
+    return value
+
+
+@pytest.mark.parametrize("loss", [squared, with_a_module, declared, convex])
+def test_every_remedy_for_a_loss_by_hand_is_one(loss):
+    """A warning would be an error; the steps are those of the loss module."""
+    ends = []
+    for own in (with_a_module, loss):
+        model = network()
+        optimizer = KFAC(model, nn.MSELoss(), fisher="exact")
+        for _ in range(2):
+            step_with_closure(optimizer, lambda m=model, f=own: f(m(X) - 1))  # type: ignore[misc]
+        ends.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    torch.testing.assert_close(*ends, rtol=1e-3, atol=1e-4)
+
+
 def test_a_second_loss_module_that_was_not_given():
     model, other = network(), nn.MSELoss()
     optimizer = KFAC(model, LOSS)
@@ -128,7 +198,8 @@ def test_a_second_loss_module_that_was_not_given():
         return total
 
     with pytest.warns(
-        UserWarning, match=r"The gradient of '0\.weight'.*another loss.*step\(\) a clos"
+        UserWarning,
+        match=r"The gradient of '0\.weight'.*another loss.*autograd\.grad.*step\(\) a clos.*WithDeriv",
     ):
         step_without_closure(optimizer, loss)
     model = network()

@@ -134,6 +134,7 @@ def test_an_exception_in_the_closure(steps_before, place):
     assert same(optimizer.state_dict(), untroubled.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
 def test_an_exception_when_the_closure_is_called_again_for_rho():
     optimizer = new_optimizer()
     advance(optimizer, 5)
@@ -267,6 +268,7 @@ def test_a_bad_mini_batch_is_refused_and_leaves_no_trace(steps_before, inverse, 
 
 
 @pytest.mark.parametrize("after", [math.nan, math.inf])
+@pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
 def test_where_the_loss_is_not_finite_after_the_step_lambda_grows(after):
     # The step is taken all the same, as in the authors' program.
     optimizer = new_optimizer(damping=LevenbergMarquardt(lambda_=0.5, interval=1))

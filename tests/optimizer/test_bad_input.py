@@ -425,6 +425,7 @@ def test_a_closure_that_returns_something_other_than_the_loss(value):
     refused_closure(optimizer, lambda: (closure(), value)[1], "loss")
 
 
+@pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
 def test_the_empirical_fisher_needs_the_targets():
     optimizer = trained(fisher="empirical")
     closure = closure_of(optimizer, mean_square, normal(M, 4), normal(M, 3))

@@ -69,6 +69,7 @@ def test_once_if_the_functional_form_is_called():
         assert not optimizer.report.events
 
 
+@pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
 def test_once_more_for_every_trial_and_every_rho_if_it_is_not_seen():
     damping = AdaptiveDamping(settling=3, interval=4)
     optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, damping=damping)
@@ -81,6 +82,7 @@ def test_once_more_for_every_trial_and_every_rho_if_it_is_not_seen():
         assert count == (2 if k in (2, 3, 4, 8, 12) else 1), k
 
 
+@pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
 def test_the_papers_rho_is_one_more():
     damping = LevenbergMarquardt(0.5, interval=3)
     optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, damping=damping)
@@ -131,6 +133,7 @@ def test_a_loss_that_is_not_finite_is_not_seen():
     assert not optimizer.report.rejected
 
 
+@pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
 def test_once_for_a_comparison_with_the_averaged_iterate_that_is_not_seen():
     optimizer = KFAC(mlp([3, 8, 2], seed=1), LOSS, damping=AdaptiveDamping(settling=59, interval=7))
     for k in range(1, 60):

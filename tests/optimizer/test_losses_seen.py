@@ -46,6 +46,7 @@ def by_hand(z: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("own", [functional.cross_entropy, by_hand])
 @pytest.mark.parametrize("by_objective", [False, True])
+@pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
 def test_a_closure_that_does_not_call_the_loss_module(by_objective, own):
     """The functional form is seen as well as the module; what is computed by hand is not."""
     loss = nn.CrossEntropyLoss()
@@ -89,6 +90,7 @@ def test_a_closure_that_squeezes_the_output():
         assert kinds(optimizer) == []
 
 
+@pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
 def test_a_closure_that_returns_a_number():
     loss = nn.MSELoss()
     model = mlp([4, 5, 3], seed=3)
@@ -151,6 +153,7 @@ OWN_LOSSES: list[Callable[[Tensor, Tensor], Tensor]] = [
 
 
 @pytest.mark.parametrize("own", OWN_LOSSES, ids=lambda own: getattr(own, "__name__", "module"))
+@pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
 def test_rho_is_the_ratio_of_what_the_closure_returns(own):
     # Other than with the loss module itself, the curvature is not that of the closure's loss: ρ is
     # what finds out. Fifteen rows and three outputs, so that no transposition goes unnoticed.
@@ -173,6 +176,7 @@ def test_rho_is_the_ratio_of_what_the_closure_returns(own):
 
 
 @pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
 def test_the_gradients_that_are_left_are_those_before_the_step(seen):
     optimizer = KFAC(mlp([4, 5, 3], seed=3), LOSS, **OURS)
     x, y = data(LOSS)
@@ -185,6 +189,7 @@ def test_the_gradients_that_are_left_are_those_before_the_step(seen):
             assert_close(p.grad, gradient, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
 def test_the_gradients_are_the_same_tensors_as_the_closure_left():
     # So that what a user's hook or scheduler holds on to stays valid.
     optimizer = KFAC(mlp([4, 5, 3], seed=3), LOSS, **OURS)

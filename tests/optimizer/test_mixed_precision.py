@@ -143,6 +143,7 @@ def test_what_half_precision_makes_of_the_loss_is_noise_and_no_fault_of_the_step
 
 
 @pytest.mark.parametrize("around", [True, False])
+@pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
 def test_a_loss_that_is_not_seen_is_asked_for_where_the_parameters_are(around: bool) -> None:
     """Autocast's cache of weights lasts as long as the outermost context."""
     model, x, y = problem()

@@ -263,6 +263,46 @@ def test_a_saved_state_continues_to_the_bit(sides, make, tmp_path):
             assert torch.equal(a, b)
 
 
+class Sometimes(nn.Module):
+    """A matrix of its own that is used if the first number is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 3)
+        self.mix = nn.Parameter(torch.randn(4, 4) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        z: Tensor = self.last(h @ self.mix if x[0, 0] > 0 else h)
+        return z
+
+
+@pytest.mark.parametrize("positive", [True, False])
+@pytest.mark.parametrize("sides", ["both", "inputs"])
+def test_a_state_has_what_the_first_pass_has_shown(sides, positive):
+    """Resumed on a mini-batch that shows something else."""
+    x, loss_fn = torch.randn(32, 5, generator=torch.Generator().manual_seed(0)), nn.MSELoss()
+    signs = [1.0, -1.0, -1.0, 1.0, -1.0, 1.0]
+    x[:, 0] = x[:, 0].abs() if positive else -x[:, 0].abs()
+
+    def one(preconditioner: Preconditioner, k: int) -> list[Tensor | None]:
+        model = preconditioner.model
+        model.zero_grad()
+        loss_fn(model(x * signs[k]), x[:, :3]).backward()
+        preconditioner.step()
+        return [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    for saved_at in range(1, len(signs)):
+        first, second = (Preconditioner(Sometimes(), loss_fn, sides=sides) for _ in range(2))
+        for k in range(saved_at):
+            one(first, k)
+        second.load_state_dict(first.state_dict())
+        for k in range(saved_at, len(signs)):
+            for a, b in zip(one(first, k), one(second, k), strict=True):
+                assert (a is None and b is None) or torch.equal(a, b)
+
+
 def test_states_that_do_not_fit():
     model, loss_fn = perceptron(), nn.MSELoss()
     state = Preconditioner(model, loss_fn, sides="inputs").state_dict()

@@ -10,6 +10,7 @@ from kronfac.control.fixed_damping import FixedDamping
 from kronfac.control.fixed_gamma import FixedGamma
 from kronfac.control.gamma_rule import AnyGammaRule, GammaRule, GammaState
 from kronfac.control.gamma_search import GammaSearch
+from kronfac.control.geodesic_steps import GeodesicSteps
 from kronfac.control.lambda_search import LambdaSearch
 from kronfac.control.levenberg_marquardt import LevenbergMarquardt
 from kronfac.control.long_memory import LongMemory, MemoryState
@@ -37,6 +38,7 @@ __all__ = [
     "GammaRule",
     "GammaSearch",
     "GammaState",
+    "GeodesicSteps",
     "Kept",
     "LambdaSearch",
     "LevenbergMarquardt",

@@ -87,6 +87,8 @@ class Verdict:
     """NaN if the loss is not finite after the step, or the step too short to be seen."""
     cause: str | None = None
     """Why the step is rejected; None if it is accepted."""
+    differed: bool = True
+    """Whether this mini-batch and the step's own differ in their loss by more than rounding."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,8 @@ class Acceptance(Rule[AcceptanceState]):
                 f"on the next mini-batch the objective rose by {change:.3g} with it, where "
                 f"{last.predicted_change:.3g} was predicted and mini-batches differ by {noise:.3g}."
             )
-            return self._rejected(state, m, rho, cause)
+            differed = abs(loss_before - last.loss) > rounding
+            return self._rejected(state, m, rho, cause, differed)
         negligible = NO_NOISE * abs(last.predicted_change)
         noisy = noise > rounding + scale * m.resolution + negligible
         confirmed = state.confirmed
@@ -196,12 +199,17 @@ class Acceptance(Rule[AcceptanceState]):
         return _accepted(after, replace(m, next_rho=trusted_rho, noisy=noisy), rho)
 
     def _rejected(
-        self, state: AcceptanceState, m: Measurement, rho: float, cause: str
+        self,
+        state: AcceptanceState,
+        m: Measurement,
+        rho: float,
+        cause: str,
+        differed: bool = True,
     ) -> Verdict | None:
         if self.rejection is None:
             return None
         after = replace(state, pending=None, validated=m.iteration - 1)
-        return Verdict(after, replace(m, next_rho=rho, rejected=True), rho, cause)
+        return Verdict(after, replace(m, next_rho=rho, rejected=True), rho, cause, differed)
 
 
 def _accepted(state: AcceptanceState, m: Measurement, rho: float) -> Verdict:

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from kronfac.control.base import Measurement
+from kronfac.control.geodesic_steps import GeodesicSteps
 from kronfac.control.long_memory import LongMemory
 from kronfac.control.quadratic_form import Coefficients, Matrix, inner, model_change
 from kronfac.control.step_rule import Step, StepRule, StepState
@@ -88,7 +89,8 @@ class QuadraticModel(StepRule):
 
     With `bounded=True`, KFAC's own choice, a step along which M would become negative ends at M = 0.
     With `memory`, KFAC's own choice too, the step is another while the next mini-batches confirm less than
-    half of what M predicts (`long_memory.py`).
+    half of what M predicts (`long_memory.py`). With `whole`, KFAC's own choice too, small problems of
+    residuals have M minimised over all directions (`geodesic_steps.py`).
 
     Directions that are linearly dependent to rounding (δ₀ ≈ Δ, δ₀ = 0) make Q singular; its
     pseudo-inverse, taken after scaling every direction to unit curvature, then gives the smallest of
@@ -98,6 +100,12 @@ class QuadraticModel(StepRule):
     momentum: bool = True
     bounded: bool = False
     memory: LongMemory | None = None
+    whole: GeodesicSteps | None = None
+
+    @property
+    def geodesic_steps(self) -> GeodesicSteps | None:
+        """`whole`; None for conjugate gradients."""
+        return self.whole if self.cg_steps == 1 else None
 
     @property
     def long_memory(self) -> LongMemory | None:

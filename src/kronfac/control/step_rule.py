@@ -4,6 +4,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 
 from kronfac.control.base import Measurement, ParameterVector, Rule
+from kronfac.control.geodesic_steps import GeodesicSteps
 from kronfac.control.long_memory import LongMemory, MemoryState
 from kronfac.control.quadratic_form import Coefficients, Matrix
 from kronfac.storage import Storable
@@ -44,6 +45,11 @@ class StepRule(Rule[StepState]):
     @property
     def long_memory(self) -> LongMemory | None:
         """What momentum remembers while mini-batches are noisy; None for the last step as ever."""
+        return None
+
+    @property
+    def geodesic_steps(self) -> GeodesicSteps | None:
+        """When M is minimised over all directions; None for never."""
         return None
 
     def init(self, m: Measurement) -> StepState:

@@ -75,6 +75,11 @@ class Explicit(Linearization):
         return linearize(self._network, self.part) if self._view is None else self._view
 
     @property
+    def jacobian(self) -> Tensor | None:
+        """J, (examples, parameters), if a backward pass has shown it."""
+        return self._J
+
+    @property
     def outputs(self) -> Sequence[Tensor]:
         return self._passes.outputs if self._J is None else self._outputs
 

@@ -3,7 +3,9 @@
 Both passes draw the same random numbers. The error is of the order of ε² by curvature and of the dtype's
 precision over ε by rounding; the two balance where ε ‖v‖ is the cube root of the precision, times the size
 of what v moves. That is less than ‖θ‖, which normalisation layers with weights of 1 dominate; and kinks
-(ReLU) that lie between the two points cost in proportion to ε.
+(ReLU) that lie between the two points cost in proportion to ε. A jump between them, where an example goes
+to another expert, costs its height over ε, and is the rarer the smaller ε is: `traced.py` takes a smaller
+one where J v does not agree with the gradient.
 """
 
 from collections.abc import Sequence
@@ -16,6 +18,8 @@ from kronfac.network.side_effects import unseen_writes
 
 SHARE = 0.0625
 """Size of what v moves, in units of ‖θ‖: embeddings of size 0.02 stand beside scales of 1."""
+STRIDE = 0.1
+"""ε of a second derivative, in steps v: how f bends on the way of the step is what is wanted."""
 
 
 def jvp(network: Network, part: Pass, directions: Sequence[Matrices]) -> list[Tensor]:
@@ -30,7 +34,9 @@ def outputs_and_jvp(
     """The raw outputs of every loss call, up to ε², and J v there, (k, …)."""
     theta = network.theta()
     size = float(dot(theta, theta)) ** 0.5 or 1.0
-    precision: float = SHARE * torch.finfo(network.dtype).eps ** (1 / 3)
+    precision: float = (
+        SHARE * torch.finfo(network.dtype).eps ** (1 / 3) * network.learned.difference
+    )
     found: list[list[Tensor]] = []
     values: list[Tensor] = []
     for direction in directions:
@@ -44,3 +50,31 @@ def outputs_and_jvp(
         found.append([(a - b) / (2 * epsilon) for a, b in zip(above, below, strict=True)])
         values = [(a + b) / 2 for a, b in zip(above, below, strict=True)]
     return values, [torch.stack(tangents) for tangents in zip(*found, strict=True)]
+
+
+@torch.no_grad()
+def second_derivative(
+    network: Network,
+    part: Pass,
+    direction: Matrices,
+    outputs: Sequence[Tensor],
+    tangents: Sequence[Tensor],
+) -> list[Tensor]:
+    """d²f(θ + t v)/dt² of every loss call at t = 0, (terms, event), up to the third one: one pass.
+
+    2 ((f(θ + εv) − f(θ)) / ε − J v) / ε.
+
+    Args:
+        network: the network.
+        part: the micro-batch.
+        direction: v.
+        outputs: f(θ), (terms, event).
+        tangents: J v, in the same shape.
+    """
+    with unseen_writes(network.parameters), network.displaced(direction, STRIDE):
+        raw = part.run(network.model)
+    moved = [terms.matrix(z) for terms, z in zip(part.terms, raw, strict=True)]
+    return [
+        ((there - here) / STRIDE - Jv) * (2 / STRIDE)
+        for there, here, Jv in zip(moved, outputs, tangents, strict=True)
+    ]

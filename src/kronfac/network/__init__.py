@@ -6,6 +6,7 @@ from kronfac.network.find import Other, Site, find_units
 from kronfac.network.functions import SeeFunctions, record_uses
 from kronfac.network.hooks import record
 from kronfac.network.layers.linear import LinearAdapter
+from kronfac.network.learned import LearnedState, check_moments
 from kronfac.network.network import Network
 from kronfac.network.program import Batch, LossCall, ModelCall, Pass, Ref
 from kronfac.network.side_effects import Buffers, Kept, RandomState, hooked, replay, restore
@@ -22,6 +23,7 @@ __all__ = [
     "Blocks",
     "Buffers",
     "Kept",
+    "LearnedState",
     "LinearAdapter",
     "LossCall",
     "Matrices",
@@ -37,6 +39,7 @@ __all__ = [
     "Unit",
     "Use",
     "Uses",
+    "check_moments",
     "dot",
     "find_units",
     "hooked",

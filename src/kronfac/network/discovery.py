@@ -69,10 +69,10 @@ def _unit(network: Network, number: int, unit: Unit, seen: SeeFunctions) -> Unit
             why = f"{function} is given what is computed from it, not the parameter itself"
         else:
             why = f"used in {function}, which KFAC does not understand"
-        return _unobserved(unit, why)
+        return unit.unobserved(why)
     if not seen.uses.of[number]:
         # One with an adapter may be used by other examples.
-        return unit if unit.chosen else _unobserved(unit, "no use of it is seen")
+        return unit if unit.chosen else unit.unobserved("no use of it is seen")
     zeros: list[torch.Tensor | None] = [None] * len(seen.uses.edges)
     taps = seen.uses.taps(number, zeros)
     if unit.chosen and _fits(unit.block, taps):
@@ -81,12 +81,8 @@ def _unit(network: Network, number: int, unit: Unit, seen: SeeFunctions) -> Unit
     # Whatever the uses are, a dense block takes their gradients.
     block = network.blocks.choose(kind, *unit.shape)
     if not _fits(block, taps) or (kind == "mixed" and isinstance(block, DiagonalBlock)):
-        return _unobserved(unit, "used in several ways that have no block in common")
-    return replace(unit, block=block)
-
-
-def _unobserved(unit: Unit, why: str) -> Unit:
-    return replace(unit, block=DiagonalBlock(), observed=False, why=why)
+        return unit.unobserved("used in several ways that have no block in common")
+    return replace(unit, block=block, kind=kind, original=unit.undiscovered)
 
 
 def _kind(taps: list[AnyTap]) -> Kind:

@@ -12,7 +12,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from kronfac.linalg import take
+from kronfac.network.learned import DIVISIONS, WHOLE, Division
 from kronfac.network.network import Network
 from kronfac.network.plain import NoDropout
 from kronfac.network.program import Batch, LossCall, ModelCall, Operation, Pass
@@ -31,29 +32,6 @@ TOLERANCE = 0.1
 kernels are used for other sizes, but another example's outputs are not nearly as close."""
 MOVED = 0.3
 """How far parameters are moved, in units of what they are initialised with as a rule."""
-
-
-@dataclass(frozen=True)
-class Division:
-    """Where the examples are in the arguments and in the terms."""
-
-    every: bool = True
-    """Whether all tensors of their number along the dimension have them there; else only the first has."""
-    interleaved: bool = False
-    """Whether term k N + n is of example n of N, as if sequences had time first; else the terms of an
-    example stand together."""
-    dim: int = 0
-    """The dimension of the arguments that they are along."""
-
-
-DIVISIONS = {
-    "every": Division(),
-    "first": Division(every=False),
-    "every, interleaved": Division(interleaved=True),
-    "every, second dimension": Division(dim=1),
-    "every, second dimension, interleaved": Division(interleaved=True, dim=1),
-}
-"""By the name that a network remembers; what is not among them is used `"whole"`."""
 
 
 def select(part: Pass, index: Tensor | range, division: Division) -> Pass:
@@ -134,9 +112,10 @@ def slicing(network: Network, part: Pass) -> str:
     if any(call.trace is not None for call in part.calls):
         return "every"
     key = part.signature
-    if key not in network.learned.slicing:
-        network.learned.slicing[key] = _try(network, part)
-    return network.learned.slicing[key]
+    found = network.learned.division(key)
+    if found is None:
+        found = network.learned.slicing[key] = _try(network, part)
+    return found
 
 
 def norms_in_training(model: nn.Module) -> list[nn.Module]:
@@ -166,11 +145,11 @@ def _try(network: Network, part: Pass) -> str:
         try:
             whole = part.run(model)
         except Exception:
-            return "whole"  # not all values that parameters may be moved to are valid
+            return WHOLE  # not all values that parameters may be moved to are valid
         for name, division in DIVISIONS.items():
             if _divides(model, replace(part, dim=division.dim), division, whole):
                 return name
-    return "whole"
+    return WHOLE
 
 
 @contextmanager

@@ -9,28 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from kronfac.curvature import Curvature, DiagonalBlock, DiagonalMoments, Tap
+from kronfac.errors import StateError
 from kronfac.network.blocks import Blocks
 from kronfac.network.find import Site
+from kronfac.network.learned import (
+    Learned,
+    LearnedState,
+    Placement,
+    load_learned,
+    load_unit,
+    save_learned,
+)
 from kronfac.network.side_effects import Buffers
 from kronfac.network.unit import Unit, parameters_of
 from kronfac.objective import Objective
 from kronfac.vector import Matrices
-
-Placement = Sequence[tuple[torch.dtype, torch.device]]
-"""The dtype and the device of every parameter."""
-
-
-@dataclass
-class Learned:
-    """What passes have shown of a network: how mini-batches can be divided, and which engine works."""
-
-    slicing: dict[object, str] = field(default_factory=dict)
-    forward_mode: bool = True
-    """False once a pass has had no forward-mode derivative, or a wrong one."""
-    compared: bool = False
-    """Whether J v has been compared with Jᵀ r."""
-    placement: Placement | None = None
-    """Where the parameters were in the last step; None before there was one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,12 +124,31 @@ class Network:
                 for p, value in zip(self.parameters, kept, strict=True):
                     p.copy_(value)
 
-    def continued(self, order: Sequence[int], curvature: Curvature | None) -> "Network":
-        """The network as it was when a state was saved: its units' order, links and diagonal blocks."""
+    def learned_state(self) -> LearnedState:
+        """What passes have shown of it, to be saved."""
+        return save_learned(self.learned, self.units if self.discovered else ())
+
+    def continued(
+        self,
+        order: Sequence[int],
+        curvature: Curvature | None,
+        state: LearnedState | None = None,
+    ) -> "Network":
+        """The network as it was when a state was saved: its units' order and links, and their blocks.
+
+        A state of an earlier version says of blocks only which ones became diagonal.
+
+        Raises:
+            StateError: what passes have shown is not of these units.
+        """
+        network = self if state is None else replace(self, learned=load_learned(state))
+        if curvature is not None:
+            links = [link is not None for link in curvature.links]
+            network = network.reordered(order, links)
+        if state is not None:
+            return network._shown(state) if state.units else network
         if curvature is None:
-            return self
-        links = [link is not None for link in curvature.links]
-        network = self.reordered(order, links)
+            return network
         return network.demoted(
             [
                 n
@@ -147,6 +159,17 @@ class Network:
             ]
         )
 
+    def _shown(self, state: LearnedState) -> "Network":
+        """The same with the blocks that the first pass of an earlier run has shown to fit."""
+        if len(state.units) != len(self.units):
+            raise StateError(
+                f"The state's learned.units must have one entry for each of {len(self.units)} units; got "
+                f"{len(state.units)}. Load an earlier state."
+            )
+        pairs = zip(self.units, state.units, strict=True)
+        units = [load_unit(unit, shown, self.blocks) for unit, shown in pairs]
+        return replace(self, units=units, discovered=True)
+
     def demoted(
         self, numbers: Sequence[int], why: str = "not all uses of it are seen"
     ) -> "Network":
@@ -154,8 +177,7 @@ class Network:
         if not numbers:
             return self
         units = [
-            replace(unit, block=DiagonalBlock(), observed=False, why=why) if n in numbers else unit
-            for n, unit in enumerate(self.units)
+            unit.unobserved(why) if n in numbers else unit for n, unit in enumerate(self.units)
         ]
         linked = [n for n, link in enumerate(self.links) if link]
         kept = [

@@ -2,8 +2,9 @@
 
 What a model computes does not change with any of this, but what can be done with it does. The fast path
 of `nn.Transformer*` leaves out padding; reentrant checkpoints have no derivative but their own; fused
-attention and oneDNN's LSTM have no forward-mode derivative. Nothing is switched for the process: a
-`TorchFunctionMode` is its thread's alone, and so is what stands in for checkpoints here.
+attention, oneDNN's LSTM and products of groups (mixtures of experts) have no forward-mode derivative.
+Nothing is switched for the process: a `TorchFunctionMode` is its thread's alone, and so is what stands in
+for checkpoints here.
 """
 
 import math
@@ -64,8 +65,12 @@ def _autocast_kinds() -> list[str]:
 # ------------------------------------------------------------------------------------- plain kernels
 
 
+_GROUPED_PRODUCT: Function | None = getattr(torch, "_grouped_mm", None)
+"""What `functional.grouped_mm` calls; torch 2.7 has neither."""
+
+
 class PlainKernels(TorchFunctionMode):
-    """Attention and LSTMs by operations with forward-mode derivatives, with the same random numbers."""
+    """Fused kernels by operations with forward-mode derivatives, with the same random numbers."""
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -77,6 +82,8 @@ class PlainKernels(TorchFunctionMode):
             return _multi_head_attention(*args, **kwargs)
         if func == torch.lstm:
             return lstm(*args, **kwargs)
+        if func == _GROUPED_PRODUCT:
+            return _grouped_product(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -115,6 +122,37 @@ def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | N
     call: Function = functional.multi_head_attention_forward
     outputs, weights = call(*args, **{**kwargs, "need_weights": True})
     return outputs, weights if kwargs.get("need_weights", True) else None
+
+
+def _grouped_product(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """A_g B_g of every group g, which ends before offs[g], one product after the other.
+
+    Layout: (rows, k) and (groups, k, n) have groups of rows, (groups, m, k) and (k, columns) groups of
+    columns, and two matrices groups of what is summed over. What belongs to no group is 0, where the kernel
+    leaves whatever was in memory.
+    """
+    if offs is None:  # as many groups on both sides
+        product = a @ b
+    else:
+        ends = offs.tolist()
+        groups = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        if a.dim() == b.dim():
+            product = torch.stack([a[:, g] @ b[g] for g in groups])
+        elif b.dim() == 3:
+            products = [a[g] @ B for g, B in zip(groups, b, strict=True)]
+            product = torch.cat([*products, a.new_zeros(len(a) - ends[-1], b.shape[-1])])
+        else:
+            products = [A @ b[:, g] for g, A in zip(groups, a, strict=True)]
+            rest = a.new_zeros(a.shape[1], b.shape[1] - ends[-1])
+            product = torch.cat([*products, rest], dim=1)
+    product = product if bias is None else product + bias
+    return product if out_dtype is None else product.to(out_dtype)
 
 
 # --------------------------------------------------------------------------------------- checkpoints

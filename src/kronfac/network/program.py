@@ -195,6 +195,8 @@ class Batch:
     passes: tuple[Pass, ...]
     seen: bool = True
     """Whether K-FAC can compute the loss of these passes: all loss calls were seen."""
+    assumed: bool = False
+    """Whether no loss was seen or declared: the terms are those of the loss that K-FAC was given."""
     mixed: bool = False
     """Whether the closure ran in half precision, which K-FAC's own passes do not."""
     weightless: bool = False

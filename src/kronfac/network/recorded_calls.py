@@ -145,7 +145,8 @@ def assemble(
     mixed = any(one.mixed for one in calls)
     if not arrivals:
         shapes = {index: shape for one in calls for index, shape in one.shapes.items()}
-        return Batch(declare(joined(calls, []), shapes, objective), seen=False, mixed=mixed)
+        passes = declare(joined(calls, []), shapes, objective)
+        return Batch(passes, seen=False, assumed=True, mixed=mixed)
     steps = joined(calls, [step for arrival in arrivals for step in arrival.steps])
     losses = [loss for arrival in arrivals if (loss := arrival.with_factor()) is not None]
     seen = all(loss.function is not None for loss in losses)

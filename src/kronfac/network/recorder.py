@@ -306,6 +306,6 @@ class Recording(TorchFunctionMode):
         losses = [loss for seen in self.losses if (loss := seen.with_factor()) is not None]
         if not losses:
             declared = declare(self.steps, self._tape.shapes, self.objective)
-            return Batch(declared, seen=False, mixed=self.mixed)
+            return Batch(declared, seen=False, assumed=True, mixed=self.mixed)
         seen = all(loss.function is not None for loss in losses)
         return Batch(group(self.steps, losses), seen=seen, mixed=self.mixed)

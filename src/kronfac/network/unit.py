@@ -5,13 +5,15 @@ vector in parameter space is a tuple with one such matrix per unit: gradients, u
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from kronfac.curvature import Block
+from kronfac.curvature import Block, DiagonalBlock
+from kronfac.network.blocks import Kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +33,22 @@ class Unit:
     """Whether its uses are seen; else only its gradient is."""
     chosen: bool = True
     """Whether its block was chosen by an adapter; else by what the first pass shows of its uses."""
+    kind: Kind | Literal[""] = ""
+    """The kind of use that its block was chosen for in the first pass; none if that of its adapter fits."""
     why: str = ""
     """Why it has no better block, for the plan."""
+    original: "Unit | None" = None
+    """What it was before the first pass, if that has shown that another block fits."""
+
+    @property
+    def undiscovered(self) -> "Unit":
+        """What it was before the first pass."""
+        return self if self.original is None else self.original
+
+    def unobserved(self, why: str) -> "Unit":
+        """The same with a diagonal block, from its gradient alone."""
+        block, original = DiagonalBlock(), self.undiscovered
+        return replace(self, block=block, observed=False, why=why, original=original)
 
     @cached_property
     def shape(self) -> tuple[int, int]:

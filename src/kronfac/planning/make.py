@@ -13,7 +13,7 @@ from kronfac.network import Batch, Network, Unit
 from kronfac.network.chain import Chains, find_chains
 from kronfac.network.discovery import discover
 from kronfac.network.division import arrange
-from kronfac.network.network import Learned
+from kronfac.network.learned import Learned
 from kronfac.planning.cost import curvature_examples, momentum_directions, step_cost
 from kronfac.planning.passes import PassMemory, pass_memory
 from kronfac.planning.plan import Memory, Plan, Row
@@ -27,7 +27,8 @@ VALIDATED = range(2, 102)
 def make_plan(network: Network, batch: Batch, settings: Settings, weight_decay: float) -> Plan:
     """The plan for mini-batches like this one; to be called inside of `untouched`."""
     # What is learned here is not what a step has learned.
-    learned = Learned(dict(network.learned.slicing), network.learned.forward_mode)
+    old = network.learned
+    learned = Learned(dict(old.slicing), old.loaded, old.forward_mode)
     network = replace(network, learned=learned)
     batch = arrange(network, batch)
     with warnings.catch_warnings():

@@ -27,7 +27,7 @@ from kronfac.gradient_comparison import unseen_uses
 from kronfac.linearization import ByHand, Traced, linearize
 from kronfac.linearization.traced import WRONG_TANGENTS
 from kronfac.network import Batch, Matrices, Network, Pass, subsets
-from kronfac.network.network import Learned
+from kronfac.network.learned import Learned
 from kronfac.network.plain import PlainKernels
 from kronfac.storage import tensors_in
 

@@ -61,7 +61,7 @@ def _fit(x: Sequence[float], y: Sequence[float]) -> str:
 
 def tables(sweeps: Sweeps, trials: Trials) -> tuple[Table, ...]:
     """Time with the exponents, and memory."""
-    made = []
+    made: list[Table] = []
     for heading, own in sweeps.items():
         x, found = [v for v, _ in _found(own, trials)], [t for _, t in _found(own, trials)]
         rows = [
@@ -86,7 +86,8 @@ def tables(sweeps: Sweeps, trials: Trials) -> tuple[Table, ...]:
         rows.append(("exponent", *(_fit(x, y) for y in fits), ""))
         columns = ("", "SGD ms", "K-FAC ms", "ratio", "in operations")
         memory = tuple(f"{phase} MB" for phase in PHASES)
-        made.append(Table(heading, (*columns, *memory, "peak, planned / measured"), rows, NOTE))
+        note = "" if made else NOTE  # once is enough
+        made.append(Table(heading, (*columns, *memory, "peak, planned / measured"), rows, note))
     return tuple(made)
 
 

@@ -11,6 +11,9 @@ from rich.table import Table as RichTable
 
 from kronfac_experiments.machine import machine
 
+WRITTEN = "## What it shows"
+"""Heading of the section that people write."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -126,14 +129,26 @@ class Document:
         return "\n\n".join(blocks) + "\n"
 
     def write_markdown(self, path: Path) -> list[Path]:
-        """Write it, and its picture beside it; return where."""
+        """Write it, and its picture beside it; return where.
+
+        A section under `WRITTEN` that the file has is somebody's own words, and stays, before the others.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         picture = path.with_suffix(".png")
-        path.write_text(self.markdown(picture.name), encoding="utf-8")
+        written = _written(path.read_text(encoding="utf-8")) if path.exists() else ""
+        head, mark, rest = self.markdown(picture.name).partition("\n## ")
+        path.write_text(f"{head}{written}{mark}{rest}", encoding="utf-8")
         if self.picture is None:
             return [path]
         picture.write_bytes(self.picture.png)
         return [path, picture]
+
+
+def _written(text: str) -> str:
+    """The section under `WRITTEN`, from the end of the line before it; nothing if there is none."""
+    _, mark, rest = text.partition(f"\n{WRITTEN}\n")
+    section = rest.split("\n## ")[0].rstrip("\n")
+    return f"\n{WRITTEN}\n{section}\n" if mark else ""
 
 
 def spread(values: Sequence[float], show: Callable[[float], str]) -> str:
