@@ -224,7 +224,7 @@ def curvature_examples(
     """
     batch, spread = evaluation.batch, evaluation.spread
     if wholly:
-        S1, S2 = subsets(evaluation.network, batch, sizes(m.examples, 1.0, 1.0), None)
+        S1, S2 = subsets(evaluation.network, batch, sizes(batch, 1.0, 1.0), None)
         return CurvatureExamples(S1, S2, Linearizer(evaluation.network, keeps=True))
     terms = batch.most_terms + spread.terms_elsewhere
     fractions = settings.shares(m.examples, terms, convolutional=evaluation.network.convolutional)
@@ -239,7 +239,7 @@ def curvature_examples(
     if not settings.first_examples:
         # A generator of its own, so that the targets' stream stays as it is; no state to be saved.
         generator = torch.Generator().manual_seed(SUBSET_SEEDS * settings.fisher.seed + m.iteration)
-    counts = sizes(m.examples, *fractions)
+    counts = sizes(batch, *fractions, spread=spread)
     S1, S2 = subsets(evaluation.network, batch, counts, generator, spread)
     around = Linearizer(evaluation.network, keeps=explicit and S1 is S2)
     return CurvatureExamples(S1, S2, around, find_place(spread.world, S1, S2))

@@ -41,9 +41,9 @@ def refuse_distributed(model: nn.Module) -> None:
         if isinstance(module, wrappers):
             where = f"module {name!r} of the model" if name else "the model"
             raise UnsupportedModelError(
-                f"KFAC trains a model that is whole in one process; {where} is a "
-                f"{type(module).__name__}. Give KFAC the module inside, model.module, and train it in a "
-                "single process."
+                f"KFAC trains a model of which every process has all parameters; {where} is a "
+                f"{type(module).__name__}. Use a plain model, or wrap all of it in "
+                "DistributedDataParallel."
             )
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise UnsupportedModelError(
@@ -55,7 +55,7 @@ def refuse_distributed(model: nn.Module) -> None:
     names = [name for name, p in model.named_parameters() if isinstance(p, sharded)]
     if names:
         raise UnsupportedModelError(
-            "KFAC trains a model that is whole in one process; these parameters are DTensors: "
+            "KFAC trains a model of which every process has all parameters; these are DTensors: "
             f"{', '.join(map(repr, names))}. Make KFAC from a model to which neither fully_shard nor "
             "distribute_tensor was applied."
         )

@@ -21,8 +21,9 @@ NORMALIZED = 64
 """Examples at the least that BatchNorm takes its statistics from."""
 
 
-def sizes(examples: int, *fractions: float) -> list[int]:
-    """⌈τ m⌉ for every fraction τ."""
+def sizes(batch: Batch, *fractions: float, spread: Spread = HERE) -> list[int]:
+    """⌈τ m⌉ for every fraction τ, m the examples on all ranks."""
+    examples = batch.examples + spread.examples_elsewhere
     # 0.07 · 100 is a little above 7.
     return [math.ceil(fraction * examples - 1e-9) for fraction in fractions]
 

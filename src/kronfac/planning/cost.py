@@ -31,7 +31,7 @@ def curvature_examples(settings: Settings, network: Network, batch: Batch) -> tu
     shares = settings.shares(batch.examples, batch.most_terms, convolutional=network.convolutional)
     if batch.random and not batch.traced:
         shares = shares[1], shares[1]
-    S1, S2 = subsets(network, batch, sizes(batch.examples, *shares), None)
+    S1, S2 = subsets(network, batch, sizes(batch, *shares), None)
     return S1, S2
 
 
