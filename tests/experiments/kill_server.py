@@ -6,6 +6,7 @@ Importing torch takes seconds, and training a tiny network a fraction of one. A 
 standard input: `words` of the command, `log` to write its output to, and where it is killed:
 
 - `line`: SIGKILL before the n-th line of code that is executed in `WATCHED`
+- `writing`: the same, counting lines of `WRITING` alone
 - `sync`: SIGKILL at the n-th fsync; of what was not synced before, a part is lost (`kept` of it is not)
 - `seconds`: SIGKILL after this time, wherever it is
 
@@ -32,8 +33,10 @@ from tests.experiments.runs import train, write_cases
 
 LIBRARY, EXPERIMENTS = Path(kronfac.__file__).parent, Path(kronfac_experiments.__file__).parent
 WRITERS = ("run_directory", "checkpoint_files", "checkpoint", "atomic_files", "file_lock")
+WRITING = {str(EXPERIMENTS / f"{name}.py") for name in WRITERS}
 WATCHED = {
-    *(str(EXPERIMENTS / f"{name}.py") for name in ("train", "session", "optimizers", *WRITERS)),
+    *WRITING,
+    *(str(EXPERIMENTS / f"{name}.py") for name in ("train", "session", "optimizers")),
     *(str(LIBRARY / f"{name}.py") for name in ("optimizer", "transitions", "state", "copying")),
     *map(str, (LIBRARY / "training").glob("*.py")),
 }
@@ -44,9 +47,10 @@ class Killer:
     """Counts lines and syncs of this process, and ends it at one of them."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self._line, self._sync = job.get("line"), job.get("sync")
+        self._line, self._writing = job.get("line"), job.get("writing")
+        self._sync = job.get("sync")
         self._kept = job.get("kept", 1.0)
-        self.lines = self.syncs = 0
+        self.lines = self.writing = self.syncs = 0
         self._synced: dict[int, int] = {}  # length by inode
         self._fsync = os.fsync
 
@@ -59,7 +63,8 @@ class Killer:
             return None
         if event == "line":
             self.lines += 1
-            if self.lines == self._line:
+            self.writing += frame.f_code.co_filename in WRITING
+            if self.lines == self._line or self.writing == self._writing:
                 os.kill(os.getpid(), signal.SIGKILL)
         return self._trace
 
@@ -86,7 +91,8 @@ def work(job: dict[str, Any], answer: int) -> None:
     sys.settrace(None)
     sys.stdout.flush()
     sys.stderr.flush()
-    counts = {"code": code, "lines": killer.lines, "syncs": killer.syncs}
+    counts = {"code": code, "lines": killer.lines, "writing": killer.writing}
+    counts["syncs"] = killer.syncs
     os.write(answer, json.dumps(counts).encode())
 
 

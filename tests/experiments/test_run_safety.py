@@ -154,3 +154,45 @@ def test_arrays_that_would_be_ignored_are_refused(names, tmp_path, capsys):
     assert f"the array {names[-1]!r}" in line
     assert "an autoencoder" in line
     assert not run.exists()
+
+
+def logged(run):
+    """Iterations whose loss is in the events of TensorBoard, in the order of the file."""
+    from tensorboard.backend.event_processing.event_accumulator import (  # noqa: PLC0415
+        EventAccumulator,
+    )
+
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    return [event.step for event in events.Scalars("step/batch")]
+
+
+def test_events_are_on_the_disk_before_the_checkpoint_is(data, tmp_path, monkeypatch):
+    """TensorBoard's writer has a queue, which a killed run would lose."""
+    run, found = tmp_path / "run", []
+    step = train_module.step_or_explain
+
+    def look(session):
+        if session.iteration == 3:
+            found.extend(logged(run))
+        return step(session)
+
+    monkeypatch.setattr(train_module, "step_or_explain", look)
+    words = ("--tensorboard", "--checkpoint-every", 0, "--iterations", 4)
+    assert train(data, run, *words) == 0
+    assert found == [0, 1, 2, 3]
+
+
+def test_events_after_the_first_checkpoint_are_not_there_twice(data, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    step = train_module.step_or_explain
+
+    def kill(session):
+        if session.iteration == 2:
+            raise SystemExit(-signal.SIGKILL)
+        return step(session)
+
+    monkeypatch.setattr(train_module, "step_or_explain", kill)
+    assert train(data, run, "--tensorboard", "--iterations", 4) == -signal.SIGKILL
+    monkeypatch.undo()
+    assert kronfac("train", "--resume", run) == 0
+    assert logged(run) == [0, 1, 2, 3, 4]

@@ -156,7 +156,8 @@ class RunDirectory:
             from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
 
             folder = str(self.path / TENSORBOARD)
-            self._writer = SummaryWriter(folder, purge_step=iteration + 1 if iteration else None)
+            # Of iteration 0 there is a row only after its checkpoint.
+            self._writer = SummaryWriter(folder, purge_step=iteration + 1 if iteration else 0)
 
     def log(self, row: dict[str, Any]) -> None:
         """Add an iteration; numbers that are not finite, which JSON has not, become null."""
@@ -207,6 +208,8 @@ class RunDirectory:
         assert self._metrics is not None
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
+        if self._writer is not None:
+            self._writer.flush()  # it writes in a thread of its own
         checkpoint_files.save(self.path, {**state, "metrics_bytes": self._metrics.tell()})
 
     def diverged(self, message: str) -> None:
