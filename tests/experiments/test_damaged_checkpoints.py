@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import kronfac_experiments.train as train_module
 from kronfac_experiments import checkpoint_files
 from kronfac_experiments.checkpoint import FORMAT, MARK, CheckpointError, decode, encode
 from kronfac_experiments.evaluation import best_error
@@ -166,6 +167,22 @@ def test_damaged_pictures_are_said_and_do_not_stop_a_run(runs, run, capsys):
     assert f"Warning: {pictures} is damaged" in capsys.readouterr().out
     assert checkpoint(run)["iteration"] == LAST
     assert [row["loss"] for row in rows(run)] == [row["loss"] for row in rows(runs / "whole")]
+
+
+def test_pictures_of_iterations_that_are_made_again_do_not_come_back(run, monkeypatch):
+    """The checkpoint of iteration 8 is lost, its picture is not; then the run is killed again."""
+    (run / "checkpoint.pt").unlink()
+    step = train_module.step_or_explain
+
+    def kill(session):
+        if session.iteration == 9:
+            raise SystemExit(1)
+        return step(session)
+
+    monkeypatch.setattr(train_module, "step_or_explain", kill)
+    assert resume(run) == 1
+    with np.load(run / "reconstructions.npz") as pictures:
+        assert pictures["iterations"].tolist() == [0]
 
 
 def test_what_an_unfinished_write_left_is_removed(run):

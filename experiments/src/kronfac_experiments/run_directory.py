@@ -150,7 +150,7 @@ class RunDirectory:
         self._metrics.seek(0, os.SEEK_END)
         (self.path / DIVERGED).unlink(missing_ok=True)
         remove_unfinished(self.path)
-        self._snapshots = self._read_snapshots(iteration)
+        self._cut_snapshots(iteration)
         if self._config.recording.tensorboard:
             # Slow to import, and warns of its own dependencies.
             from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
@@ -179,6 +179,9 @@ class RunDirectory:
     ) -> None:
         """Keep the reconstructions, (8, d) both."""
         self._snapshots[iteration] = reconstructions
+        self._write_snapshots(originals)
+
+    def _write_snapshots(self, originals: npt.NDArray[np.floating[Any]]) -> None:
         iterations = sorted(self._snapshots)
         arrays: dict[str, Any] = {
             "originals": originals,
@@ -188,20 +191,27 @@ class RunDirectory:
         path = self.path / RECONSTRUCTIONS
         write_atomically(path, lambda stream: np.savez_compressed(stream, **arrays))
 
-    def _read_snapshots(self, last: int) -> dict[int, npt.NDArray[np.floating[Any]]]:
+    def _cut_snapshots(self, last: int) -> None:
+        """Read the pictures up to this iteration, and remove later ones.
+
+        From the file, too: a run that is killed again beyond them would take them for its own.
+        """
         path = self.path / RECONSTRUCTIONS
         if not last or not path.is_file():
-            return {}
+            return
         try:
             # np.load leaves a file that it opened itself and can't read open.
             with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-                pairs = zip(arrays["iterations"].tolist(), arrays["reconstructions"], strict=True)
-                return {k: images for k, images in pairs if k <= last}
+                originals, iterations = arrays["originals"], arrays["iterations"].tolist()
+                pairs = zip(iterations, arrays["reconstructions"], strict=True)
+                self._snapshots = {k: images for k, images in pairs if k <= last}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             self.warnings.append(
                 f"{path} is damaged ({error}): the pictures up to iteration {last} are lost."
             )
-            return {}
+            return
+        if self._snapshots and len(self._snapshots) < len(iterations):
+            self._write_snapshots(originals)
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint; what was logged so far is on the disk before it is."""
