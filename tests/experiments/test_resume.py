@@ -134,23 +134,6 @@ MISTAKES = {
         (),
         "not of a run that this kronfac can continue",
     ),
-    "damaged checkpoint": (
-        lambda run: (run / "checkpoint.pt").write_bytes(b"no"),
-        ("--iterations", 5),
-        "checkpoint.pt is damaged",
-    ),
-    "cut checkpoint": (
-        lambda run: (run / "checkpoint.pt").write_bytes(
-            (run / "checkpoint.pt").read_bytes()[:-500]
-        ),
-        ("--iterations", 5),
-        "checkpoint.pt is damaged",
-    ),
-    "lost metrics": (
-        lambda run: (run / "metrics.jsonl").unlink(),
-        ("--iterations", 5),
-        "shorter than when the checkpoint was written",
-    ),
     "other data": (
         lambda run: write_cases(run.parent, cases=torch.rand(200, 16).numpy()),
         ("--iterations", 5),

@@ -7,24 +7,47 @@ from pathlib import Path
 from typing import IO
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Replace a file: write beside it, sync, rename; nothing is left beside it if that fails."""
+def write_atomically(
+    path: Path, write: Callable[[IO[bytes]], object], keep: Path | None = None
+) -> None:
+    """Replace a file: write beside it, sync, rename; nothing is left beside it if that fails.
+
+    Args:
+        path: The file.
+        write: Writes the content.
+        keep: Name beside it that the old file gets. Between the two renames there is no file `path`;
+            what `keep` held before is given up only when the new file is on the disk.
+    """
     beside = path.with_name(f".{path.name}.unfinished")
     try:
         with beside.open("wb") as stream:
             write(stream)
             stream.flush()
             os.fsync(stream.fileno())
+        if keep is not None and path.exists():
+            os.replace(path, keep)
         os.replace(beside, path)
     except OSError:
         beside.unlink(missing_ok=True)
         raise
-    if os.name == "posix":  # the name is safe only when the folder is
-        folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk: a file is safe only when its name is."""
+    if os.name == "posix":
+        folder = os.open(path, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed `write_atomically` left; no other process may be writing there."""
+    for path in folder.iterdir():
+        if is_unfinished(path):
+            path.unlink()
 
 
 def is_unfinished(path: Path) -> bool:

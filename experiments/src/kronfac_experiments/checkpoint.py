@@ -24,6 +24,10 @@ class CheckpointError(KronfacError):
     """Bytes that are no checkpoint, or a damaged one."""
 
 
+class NewerFormatError(CheckpointError):
+    """A checkpoint of a format that this version does not know yet."""
+
+
 def encode(state: dict[str, Any]) -> bytes:
     """The state as the content of a file."""
     buffer = io.BytesIO()
@@ -37,6 +41,7 @@ def decode(content: bytes, device: torch.device) -> dict[str, Any]:
 
     Raises:
         CheckpointError: the bytes are not as they were written, or not of a checkpoint.
+        NewerFormatError: a later version of kronfac wrote them.
     """
     end = len(content) - len(MARK) - DIGEST_BYTES
     checked = end >= 0 and content[end:].startswith(MARK)
@@ -46,10 +51,17 @@ def decode(content: bytes, device: torch.device) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(
             io.BytesIO(content), weights_only=True, map_location=device
         )
+    except (MemoryError, torch.OutOfMemoryError):  # of this machine, not of the bytes
+        raise
     except Exception as error:  # of many kinds, depending on which byte is wrong
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"is damaged: {reason}") from error
     written = state.get("format") if isinstance(state, dict) else None
+    if type(written) is int and written > FORMAT:
+        raise NewerFormatError(
+            f"has format {written}, and this kronfac reads formats up to {FORMAT}: continue the run "
+            "with the newer kronfac that wrote it."
+        )
     if written == FORMAT and not checked:
         raise CheckpointError("is damaged: its checksum is missing.")
     if written not in (FORMAT, FORMAT_WITHOUT_CHECKSUM):

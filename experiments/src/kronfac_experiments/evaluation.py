@@ -1,5 +1,6 @@
 """When the error is measured, and on what."""
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
@@ -63,5 +64,5 @@ def evaluate(
 
 
 def best_error(errors: dict[str, float]) -> float:
-    """The smaller training error of current and averaged parameters, as [MG15 §13] reports it."""
-    return min(errors["train_error"], errors.get("averaged_train_error", float("inf")))
+    """The smaller training error of current and averaged parameters [MG15 §13]; ∞ without any."""
+    return min(errors.get(name, math.inf) for name in ("train_error", "averaged_train_error"))

@@ -4,7 +4,8 @@
 - `metrics.jsonl`: an object an iteration
 - `reconstructions.npz`: `originals` (8, d), `iterations` (s,), `reconstructions` (s, 8, d)
 - `checkpoint.pt`: all that the next iteration depends on, and the length of `metrics.jsonl` then;
-  written first before the first iteration, with a checksum
+  written first before the first iteration, with a checksum; the one before it is kept, as
+  `checkpoint_files.py` has it
 - `tensorboard/`: events
 - `diverged.json`: why the run can't go on, if it diverged
 
@@ -15,6 +16,8 @@ run goes on; it is locked as long as a process trains in the folder.
 import json
 import math
 import os
+import zipfile
+import zlib
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,8 +26,15 @@ import numpy.typing as npt
 import torch
 
 from kronfac import KronfacError
-from kronfac_experiments import checkpoint
-from kronfac_experiments.atomic_files import is_unfinished, write_atomically, write_json
+from kronfac_experiments import checkpoint_files
+from kronfac_experiments.atomic_files import (
+    is_unfinished,
+    remove_unfinished,
+    sync_folder,
+    write_atomically,
+    write_json,
+)
+from kronfac_experiments.checkpoint import CheckpointError
 from kronfac_experiments.config import TrainConfig
 from kronfac_experiments.config_json import from_json, to_json
 from kronfac_experiments.file_lock import try_lock
@@ -32,7 +42,7 @@ from kronfac_experiments.machine import machine, versions
 from kronfac_experiments.optimizers import DivergedError
 
 FORMAT = 1
-CONFIG, METRICS, CHECKPOINT = "config.json", "metrics.jsonl", "checkpoint.pt"
+CONFIG, METRICS, CHECKPOINT = "config.json", "metrics.jsonl", checkpoint_files.NEWEST
 RECONSTRUCTIONS, TENSORBOARD, DIVERGED = "reconstructions.npz", "tensorboard", "diverged.json"
 
 
@@ -81,7 +91,10 @@ def _read_record(path: Path) -> dict[str, Any]:
         raise RunError(f"There is no run directory {path}.")
     file = path / CONFIG
     if not file.is_file():
-        raise RunError(f"{path} is no run directory: it has no {CONFIG}.")
+        hint = ""
+        if all(map(_is_left_by_a_start, path.iterdir())):
+            hint = " If a run was killed there before it began, start it again without --resume."
+        raise RunError(f"{path} is no run directory: it has no {CONFIG}.{hint}")
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -106,9 +119,12 @@ class RunDirectory:
         self._metrics: IO[bytes] | None = None
         self._writer: Any = None
         self._snapshots: dict[int, npt.NDArray[np.floating[Any]]] = {}
+        self.warnings: list[str] = []
+        """What was damaged, and what is used in its place; complete after `start`."""
 
     def __enter__(self) -> "RunDirectory":
         self.path.mkdir(parents=True, exist_ok=True)
+        sync_folder(self.path.parent)
         self._metrics = (self.path / METRICS).open("ab")
         if not try_lock(self._metrics):
             self._metrics.close()
@@ -124,26 +140,24 @@ class RunDirectory:
         if self._writer is not None:
             self._writer.close()
 
-    def start(self, iteration: int, metrics_bytes: int) -> None:
-        """Open for writing; forget what came after this iteration, when the metrics had that length."""
+    def start(self, iteration: int, found: checkpoint_files.Found | None) -> None:
+        """Open for writing; forget what came after this iteration, when the checkpoint was saved."""
         assert self._metrics is not None
-        length = self._metrics.seek(0, os.SEEK_END)
-        if length < metrics_bytes:
-            raise RunError(
-                f"{self.path / METRICS} is shorter than when the checkpoint was written: "
-                f"{length} bytes, not {metrics_bytes}. The run can't be continued."
-            )
         write_json(self.path / CONFIG, _record(self._config, self._sha256))
-        self._metrics.truncate(metrics_bytes)
+        if found is not None:
+            checkpoint_files.adopt(self.path, found)
+        self._metrics.truncate(0 if found is None else found.state["metrics_bytes"])
         self._metrics.seek(0, os.SEEK_END)
         (self.path / DIVERGED).unlink(missing_ok=True)
-        self._snapshots = self._read_snapshots(iteration)
+        remove_unfinished(self.path)
+        self._cut_snapshots(iteration)
         if self._config.recording.tensorboard:
             # Slow to import, and warns of its own dependencies.
             from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
 
             folder = str(self.path / TENSORBOARD)
-            self._writer = SummaryWriter(folder, purge_step=iteration + 1 if iteration else None)
+            # Of iteration 0 there is a row only after its checkpoint.
+            self._writer = SummaryWriter(folder, purge_step=iteration + 1 if iteration else 0)
 
     def log(self, row: dict[str, Any]) -> None:
         """Add an iteration; numbers that are not finite, which JSON has not, become null."""
@@ -165,6 +179,9 @@ class RunDirectory:
     ) -> None:
         """Keep the reconstructions, (8, d) both."""
         self._snapshots[iteration] = reconstructions
+        self._write_snapshots(originals)
+
+    def _write_snapshots(self, originals: npt.NDArray[np.floating[Any]]) -> None:
         iterations = sorted(self._snapshots)
         arrays: dict[str, Any] = {
             "originals": originals,
@@ -174,44 +191,77 @@ class RunDirectory:
         path = self.path / RECONSTRUCTIONS
         write_atomically(path, lambda stream: np.savez_compressed(stream, **arrays))
 
-    def _read_snapshots(self, last: int) -> dict[int, npt.NDArray[np.floating[Any]]]:
+    def _cut_snapshots(self, last: int) -> None:
+        """Read the pictures up to this iteration, and remove later ones.
+
+        From the file, too: a run that is killed again beyond them would take them for its own.
+        """
         path = self.path / RECONSTRUCTIONS
         if not last or not path.is_file():
-            return {}
-        with np.load(path, allow_pickle=False) as arrays:
-            pairs = zip(arrays["iterations"].tolist(), arrays["reconstructions"], strict=True)
-            return {k: images for k, images in pairs if k <= last}
+            return
+        try:
+            # np.load leaves a file that it opened itself and can't read open.
+            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+                originals, iterations = arrays["originals"], arrays["iterations"].tolist()
+                pairs = zip(iterations, arrays["reconstructions"], strict=True)
+                self._snapshots = {k: images for k, images in pairs if k <= last}
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            self.warnings.append(
+                f"{path} is damaged ({error}): the pictures up to iteration {last} are lost."
+            )
+            return
+        if self._snapshots and len(self._snapshots) < len(iterations):
+            self._write_snapshots(originals)
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replace the checkpoint; what was logged so far is on the disk before it is."""
+        """Write a checkpoint; what was logged so far is on the disk before it is."""
         assert self._metrics is not None
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
-        content = checkpoint.encode({**state, "metrics_bytes": self._metrics.tell()})
-        write_atomically(self.path / CHECKPOINT, lambda stream: stream.write(content))
+        if self._writer is not None:
+            self._writer.flush()  # it writes in a thread of its own
+        checkpoint_files.save(self.path, {**state, "metrics_bytes": self._metrics.tell()})
 
     def diverged(self, message: str) -> None:
         """Note that the run ends here."""
         write_json(self.path / DIVERGED, {"message": message})
 
-    def load(self, device: torch.device) -> dict[str, Any] | None:
-        """The checkpoint; None if nothing was written before it.
+    def load(self, device: torch.device) -> checkpoint_files.Found | None:
+        """The checkpoint to continue from; None if nothing was written before it.
 
         Raises:
-            RunError: it is damaged, or lost.
+            RunError: all are damaged, or lost, or a newer kronfac wrote them.
         """
-        path = self.path / CHECKPOINT
-        if not path.is_file():
-            if (self.path / METRICS).stat().st_size:
-                raise RunError(
-                    f"{self.path} has metrics but no checkpoint: there is nothing to resume from. "
-                    "Start again in another folder."
-                )
-            return None
         try:
-            return checkpoint.decode(path.read_bytes(), device)
-        except checkpoint.CheckpointError as error:
-            raise RunError(f"{path} {error}") from error
+            found = checkpoint_files.load(self.path, device, self._check_metrics)
+        except CheckpointError as error:
+            raise RunError(f"There is nothing to resume from: {error}") from error
+        if found is None and self._metrics_length():
+            raise RunError(
+                f"{self.path} has metrics but no checkpoint: there is nothing to resume from. "
+                "Start again in another folder."
+            )
+        if found is not None and found.rejected:
+            self.warnings.append(
+                f"{found.rejected}. The run goes on from the checkpoint before it, {found.file}."
+            )
+        return found
+
+    def _check_metrics(self, state: dict[str, Any]) -> None:
+        """Refuse a state that was saved when there were more metrics than there are."""
+        then, now = state.get("metrics_bytes"), self._metrics_length()
+        if not isinstance(then, int) or then < 0:
+            raise CheckpointError(
+                "is not the checkpoint of a run: it has no length of the metrics."
+            )
+        if now < then:
+            raise CheckpointError(
+                f"can't be used: {METRICS} is shorter than when the checkpoint was written, "
+                f"{now} bytes, not {then}."
+            )
+
+    def _metrics_length(self) -> int:
+        return (self.path / METRICS).stat().st_size
 
     @property
     def files(self) -> list[str]:

@@ -115,6 +115,8 @@ def train(
         if config.resume is None:  # again: another process may have been here in the meantime
             run_directory.check_new(path)
         _continue(directory, session, config.limits, device)
+        for warning in directory.warnings:  # also if quiet: something was lost
+            console.print(f"Warning: {warning}")
         if not quiet:
             began = f", from iteration {session.iteration}" if session.iteration else ""
             console.print(f"Run directory {path}{began}")
@@ -193,21 +195,21 @@ def _continue(
     directory: RunDirectory, session: Session, limits: Limits, device: torch.device
 ) -> None:
     """Bring session and files to where the last checkpoint left them, if there is one."""
-    state = directory.load(device)
-    metrics_bytes = 0
-    if state is not None:
+    found = directory.load(device)
+    if found is not None:
         try:
-            session.load_state_dict(state)
-            metrics_bytes = int(state["metrics_bytes"])
-        except (KronfacError, KeyError, RuntimeError, ValueError, TypeError) as error:
-            raise RunError(f"The checkpoint of {directory.path} does not fit: {error}") from error
+            session.load_state_dict(found.state)
+        except Exception as error:  # of many kinds, depending on what is wrong in it
+            raise RunError(
+                f"The checkpoint {directory.path / found.file} does not fit: {error}"
+            ) from error
         reason = _reached(limits, session)
         if reason:
             raise RunEndedError(
                 f"{directory.path} has ended already, after {reason}: to go on, give a higher limit.",
                 _outcome(directory, session, reason),
             )
-    directory.start(session.iteration, metrics_bytes)
+    directory.start(session.iteration, found)
 
 
 def _reached(limits: Limits, session: Session) -> str | None:
