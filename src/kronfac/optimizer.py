@@ -415,7 +415,8 @@ def plan(
         example: a mini-batch as the model is called with: a tensor, a tuple of arguments, or a dict of
             keyword arguments. Memory and cost are those for mini-batches of its size.
         targets: for the loss. None if the model computes its loss itself, or if they are not known: what
-            the loss module says of the model's outputs is enough as a rule.
+            the loss module says of the model's outputs is enough as a rule. They are not used on the
+            `meta` device, on which models can be planned for that no memory holds.
         **settings: those of `KFAC`.
 
     Raises:

@@ -99,7 +99,8 @@ def _gradient(network: Network, part: Pass) -> object:
 
 
 def _estimate(network: Network, fisher: Fisher, old: Curvature | None, part: Pass) -> Curvature:
-    generator = torch.Generator(device=network.device).manual_seed(0)
+    device = "cpu" if network.device.type == "meta" else network.device
+    generator = torch.Generator(device=device).manual_seed(0)
     sample = Sample([part], partial(linearize, network), nothing=network.unused)
     blocks = [unit.block for unit in network.units]
     return estimate(sample, blocks, fisher, generator, old=old, decay=DECAY)
