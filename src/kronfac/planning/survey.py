@@ -42,6 +42,8 @@ class Seen:
 
     moments: int
     """Numbers that its moments have."""
+    packed: int
+    """Numbers that they are sent as."""
     factors: str
     """Their names and sizes."""
     inverse: InverseCost
@@ -132,6 +134,7 @@ def _seen(
     vectors = 0 if isinstance(shown, SummedGradient) else sum(map(_vectors, shown))
     return Seen(
         sum(tensor.numel() for tensor in tensors_in(moments)),
+        moments.packed(),
         _sizes(moments),
         inverse.cost(moments),
         rows * columns * vectors / examples,
