@@ -171,8 +171,8 @@ def test_what_breaks_is_found():
     slow = [spread(W, bandwidth=1.0) for W in (1, 2)]
     assert breaks_first(slow).startswith("First at 2 processes: communication")
     small = [spread(W, memory=1000.0) for W in (1, 2)]
-    assert breaks_first(small).startswith("First at 1 processes: memory")
-    assert breaks_first(worlds[:1]) == "Nothing breaks up to 1 processes."
+    assert breaks_first(small).startswith("First at 1 process: memory")
+    assert breaks_first(worlds[:1]) == "Nothing breaks up to 1 process."
 
 
 def test_fewer_examples_than_processes():

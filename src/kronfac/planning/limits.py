@@ -29,8 +29,12 @@ def breaks_first(plans: Sequence[WorldPlan]) -> str:
     """One sentence: what breaks first."""
     found = limits(plans)
     if not found:
-        return f"Nothing breaks up to {plans[-1].world.processes:,} processes."
-    return f"First at {found[0].processes:,} processes: {found[0].text}"
+        return f"Nothing breaks up to {_counted(plans[-1].world.processes)}."
+    return f"First at {_counted(found[0].processes)}: {found[0].text}"
+
+
+def _counted(processes: int) -> str:
+    return "1 process" if processes == 1 else f"{processes:,} processes"
 
 
 def _memory(plans: Sequence[WorldPlan]) -> Limit | None:
@@ -43,11 +47,13 @@ def _memory(plans: Sequence[WorldPlan]) -> Limit | None:
     after = [count for count in fitting if count > over[-1].world.processes]
     # At the end it is what no number of processes helps against.
     what = _held(least if not after else first)
-    rest = (
-        f"from {after[0]:,} processes on it fits"
-        if after
-        else f"at {least.world.processes:,} processes it still holds {readable(least.memory.total)}"
-    )
+    if after:
+        rest = f"from {_counted(after[0])} on it fits"
+    elif least is first:
+        rest = "more processes do not change that"
+    else:
+        still = readable(least.memory.total)
+        rest = f"at {_counted(least.world.processes)} it still holds {still}"
     return Limit(
         first.world.processes,
         f"memory: a process would hold {readable(first.memory.total)} of its "

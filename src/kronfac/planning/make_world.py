@@ -185,7 +185,8 @@ def _memory(
         noise=-(-plan.memory.noise // divided),
         refresh=moments + work.candidates * (own - (-vectors // divided)),
         activations=max(work.activations.at(m1) - work.made, 0),
-        tangents=work.tangents.at(m2),
+        # θ is displaced along a direction shard by shard.
+        tangents=max(work.tangents.at(m2) - work.directions * (vectors + (-vectors // divided)), 0),
         # The gradients in its peak are divided, too.
         closure=max(work.closure.at(m) - vectors - (-vectors // divided), 0),
     )

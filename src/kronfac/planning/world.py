@@ -1,9 +1,9 @@
 """Several processes: settings of the machine, and what each process computes, sends and holds in a step.
 
 Data parallel, W ranks: each takes the gradient, the statistics and the Fisher products on its own share of
-the examples. Gradients and new statistics are summed by all-reduces. At a refresh every unit is inverted by one
-rank (`assignment.py`), and a group of g = f W ranks holds its inverse, with f the `inverse_share` [Pauloski
-et al. 2021, KAISA]. Bytes that a process moves, by what they are, with n = W/g groups:
+the examples. Gradients and new statistics are summed by all-reduces. At a refresh every unit is inverted by
+one rank (`assignment.py`), and a group of g = f W ranks holds its inverse, with f the `inverse_share`
+[Pauloski et al. 2021, KAISA]. Bytes that a process moves, by what they are, with n = W/g groups:
 
     gradient     2 P (W − 1)/W              DistributedDataParallel's own, if that does it
     statistics   2 S (W − 1)/W              packed: one triangle of a symmetric matrix
