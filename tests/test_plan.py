@@ -81,6 +81,24 @@ def held(optimizer: KFAC) -> int:
     return sum(storages.values())
 
 
+@pytest.mark.parametrize("inverse", INVERSES)
+@pytest.mark.parametrize("network", EXAMPLES)
+def test_a_model_without_storage_has_the_same_plan(network, inverse):
+    torch.manual_seed(0)
+    build, examples = EXAMPLES[network]
+    model, x = build(), examples()
+    targets = torch.arange(len(x)) % 5
+    on_cpu = plan(model, nn.CrossEntropyLoss(), x, inverse=inverse)
+    on_meta = plan(
+        model.to("meta"),
+        nn.CrossEntropyLoss(),
+        x.to("meta"),
+        targets.to("meta"),
+        inverse=inverse,
+    )
+    assert on_meta == on_cpu
+
+
 # -------------------------------------------------------------------------------------------- memory
 
 

@@ -59,7 +59,7 @@ from kronfac.objective import (
     observe,
 )
 from kronfac.optimizer import KFAC, plan
-from kronfac.planning import Plan
+from kronfac.planning import Plan, World, WorldPlan
 from kronfac.preconditioner import Preconditioner
 from kronfac.report import Event, EventKind, StepReport
 from kronfac.reporting import log_to
@@ -139,6 +139,8 @@ __all__ = [
     "Storable",
     "TiedGamma",
     "Use",
+    "World",
+    "WorldPlan",
     "averaged",
     "least_squares",
     "log_to",

@@ -45,7 +45,7 @@ from kronfac.network import (
 )
 from kronfac.objective import UnknownLoss, objective_of
 from kronfac.parameters_first import Awaited, LateOptimizer
-from kronfac.planning import Plan, record_example, untouched
+from kronfac.planning import Plan, World, record_example, untouched
 from kronfac.precision import full_precision
 from kronfac.report import EventWarnings, StepReport
 from kronfac.settings import Settings, fisher_of, inverse_of
@@ -282,7 +282,7 @@ class KFAC(LateOptimizer):
         """
         return MiniBatchClosure(self.model, self.objective, x, y, chunk)
 
-    def plan(self, example: Any, targets: Any = None) -> Plan:
+    def plan(self, example: Any, targets: Any = None, *, world: int | World | None = None) -> Plan:
         """What becomes of every parameter, and what a step takes: see `kronfac.plan`."""
         with (
             untouched(self.network),
@@ -290,7 +290,9 @@ class KFAC(LateOptimizer):
             full_precision(self.network.device) as callers,
         ):
             batch = record_example(self.model, self.network, example, targets, callers)
-            return self._plan(self.network, batch)
+            return self._plan(
+                self.network, batch, World(world) if isinstance(world, int) else world
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, and what was recorded of the passes that they came from."""
@@ -407,7 +409,14 @@ class KFAC(LateOptimizer):
 
 
 def plan(
-    model: nn.Module, loss: nn.Module, example: Any, targets: Any = None, **settings: Any
+    model: nn.Module,
+    loss: nn.Module,
+    example: Any,
+    targets: Any = None,
+    *,
+    world: int | World | None = None,
+    bandwidth: float | None = None,
+    **settings: Any,
 ) -> Plan:
     """What `KFAC(model, loss, **settings)` would do, said before the first step.
 
@@ -425,15 +434,29 @@ def plan(
         example: a mini-batch as the model is called with: a tensor, a tuple of arguments, or a dict of
             keyword arguments. Memory and cost are those for mini-batches of its size.
         targets: for the loss. None if the model computes its loss itself, or if they are not known: what
-            the loss module says of the model's outputs is enough as a rule.
+            the loss module says of the model's outputs is enough as a rule. They are not used on the
+            `meta` device, on which models can be planned for that no memory holds.
+        world: several processes, as their number or as a `World`: `plan.world` then says what each of them
+            computes, sends and holds.
+        bandwidth: bytes per second that a process sends to others, for `world`.
         **settings: those of `KFAC`.
 
     Raises:
+        ValueError: a bandwidth without a world, or numbers that make none.
         ExampleError: the model can't be called with the example, or the targets don't fit.
         UnsupportedModelError: `KFAC` would refuse the model.
     """
+    if isinstance(world, int):
+        world = World(world)
+    if bandwidth is not None:
+        if world is None:
+            raise ValueError(
+                f"kronfac.plan takes a bandwidth for several processes; got bandwidth={bandwidth} and no "
+                "world. Pass world=64, or whatever their number is."
+            )
+        world = replace(world, bandwidth=bandwidth)
     optimizer = KFAC(model, loss, **settings)
     try:
-        return optimizer.plan(example, targets)
+        return optimizer.plan(example, targets, world=world)
     finally:
         optimizer.close()

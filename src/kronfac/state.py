@@ -72,9 +72,11 @@ def initial_state(settings: Settings, weight_decay: float, device: torch.device)
     """The state before the first step."""
     m = Measurement(weight_decay=weight_decay)
     damping = settings.damping.init(m)
+    # A model without storage can be planned for, and nothing is drawn there.
+    generator = torch.Generator(device="cpu" if device.type == "meta" else device)
     return State(
         iteration=0,
-        generator=torch.Generator(device=device).manual_seed(settings.fisher.seed).get_state(),
+        generator=generator.manual_seed(settings.fisher.seed).get_state(),
         damping=damping,
         gamma=initial_gamma(settings, damping, weight_decay),
         step=settings.step_size.init(m),

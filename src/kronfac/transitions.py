@@ -19,7 +19,7 @@ from kronfac.gradient_check import GradientCheck
 from kronfac.groups import PerParameter
 from kronfac.loop import evaluate_loop
 from kronfac.network import Batch, Network, StandingRecorder, restore
-from kronfac.planning import Plan, untouched
+from kronfac.planning import Plan, World, untouched
 from kronfac.precision import Context
 from kronfac.report import Event, EventKind, EventWarnings, StepReport, Stopwatch
 from kronfac.settings import Settings
@@ -263,9 +263,9 @@ class SteppingOptimizer(torch.optim.Optimizer):
         skipped = self._refusal(evaluation, watch, RefusedError())
         return replace(skipped, next_rho=validation.rho, events=(validation.event,))
 
-    def _plan(self, network: Network, batch: Batch) -> Plan:
+    def _plan(self, network: Network, batch: Batch, world: World | None = None) -> Plan:
         from kronfac.planning.make import make_plan  # noqa: PLC0415, so that `import kronfac` is quick
 
         with untouched(network):
             weight_decay = PerParameter.of_groups(self.param_groups, "weight_decay")
-            return make_plan(network, batch, self.settings, weight_decay.largest)
+            return make_plan(network, batch, self.settings, weight_decay.largest, world)

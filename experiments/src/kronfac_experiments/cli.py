@@ -122,6 +122,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "growth_command",
                 "how a step's time and memory grow on transformers and residual networks",
             ),
+            "world": Command(
+                "bench.world",
+                "WorldConfig",
+                "world_command",
+                "what up to thousands of processes would take on a large transformer, planned",
+            ),
             "ordinary": Command(
                 "bench.ordinary",
                 "OrdinaryConfig",

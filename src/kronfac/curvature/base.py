@@ -48,13 +48,29 @@ class InverseCost:
     """Multiplications that make it."""
     product: float
     """Multiplications of a product with V."""
+    packed: int | None = None
+    """Numbers that it is sent as to other processes; None for all that it holds."""
+
+    @property
+    def sent(self) -> int:
+        """Numbers that it is sent as to other processes."""
+        return self.numbers if self.packed is None else self.packed
 
     def __add__(self, other: "InverseCost") -> "InverseCost":
         return InverseCost(
             self.numbers + other.numbers,
             self.inversion + other.inversion,
             self.product + other.product,
+            self.sent + other.sent,
         )
+
+
+def packed_size(matrix: Tensor) -> int:
+    """Numbers of symmetric matrices (…, n, n) with one triangle each, n (n + 1) / 2; of others all."""
+    if matrix.dim() < 2:
+        return matrix.numel()
+    n = matrix.shape[-1]
+    return matrix.numel() // max(n * n, 1) * (n * (n + 1) // 2)
 
 
 def cholesky_inverse_cost(n: int) -> float:
@@ -69,6 +85,9 @@ def eigh_cost(n: int) -> float:
 
 class Moments(Storable, ABC):
     """What is estimated of a unit's curvature: a frozen dataclass of tensors."""
+
+    symmetric: ClassVar[tuple[str, ...]] = ()
+    """Names of the fields that are symmetric matrices (…, n, n), or diagonals (n,) in their place."""
 
     @abstractmethod
     def damped(self, gamma: float, tikhonov: "Tikhonov") -> Operator:
@@ -121,6 +140,17 @@ class Moments(Storable, ABC):
             sum(cholesky_inverse_cost(len(t)) for t in square),
             sum(self.size * t.shape[-1] for t in held if t.dim() > 1),
         )
+
+    def packed(self) -> int:
+        """Numbers that they are sent as to other processes: of symmetric matrices one triangle."""
+        total = 0
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if isinstance(value, Moments):
+                total += value.packed()
+            elif isinstance(value, Tensor):
+                total += packed_size(value) if f.name in self.symmetric else value.numel()
+        return total
 
     def probe(self) -> list[Tensor]:
         """A few scalars that are finite only if the moments are."""

@@ -11,7 +11,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Block, InverseCost, Moments, cholesky_inverse_cost
+from kronfac.curvature.base import (
+    Block,
+    InverseCost,
+    Moments,
+    cholesky_inverse_cost,
+    packed_size,
+)
 from kronfac.curvature.damping import Tikhonov
 from kronfac.curvature.taps import Taps, gradients_of_examples
 from kronfac.linalg import batched_inverse
@@ -80,6 +86,7 @@ class DenseOperator(Storable):
 class DenseMoments(Moments):
     """M of every piece."""
 
+    symmetric: ClassVar[tuple[str, ...]] = ("M",)
     M: Tensor  # (pieces, size, size), for the vec of every piece, which stacks columns
     rows: int
     columns: int
@@ -111,7 +118,8 @@ class DenseMoments(Moments):
         """As many numbers; every piece by itself."""
         pieces, size, _ = self.M.shape
         numbers = self.M.numel()
-        return InverseCost(numbers, pieces * cholesky_inverse_cost(size), numbers)
+        made = pieces * cholesky_inverse_cost(size)
+        return InverseCost(numbers, made, numbers, packed_size(self.M))
 
     @property
     def size(self) -> int:

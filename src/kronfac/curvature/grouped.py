@@ -64,6 +64,7 @@ class GroupedKroneckerProduct(Storable):
 class GroupedKroneckerMoments(Moments):
     """The factors of all groups."""
 
+    symmetric: ClassVar[tuple[str, ...]] = ("A", "G")
     A: Tensor  # (groups, columns, columns)
     G: Tensor  # (groups, r, r)
 

@@ -24,6 +24,7 @@ from kronfac.curvature.base import (
     Operator,
     cholesky_inverse_cost,
     eigh_cost,
+    packed_size,
 )
 from kronfac.curvature.damping import ExactTikhonov, Tikhonov
 from kronfac.curvature.scattered_rows import ScatteredRows
@@ -44,6 +45,7 @@ MANY = 4
 class KroneckerMoments(Moments):
     """The factors; a side that is kept as its diagonal has one dimension."""
 
+    symmetric: ClassVar[tuple[str, ...]] = ("A", "G")
     A: Tensor  # E[ā āᵀ] (columns, columns)
     G: Tensor  # E[g gᵀ] (rows, rows)
 
@@ -95,6 +97,7 @@ class KroneckerMoments(Moments):
             self.A.numel() + self.G.numel(),
             sum(map(cholesky_inverse_cost, full)),
             self.size * (sum(full) + 2 - len(full)),
+            packed_size(self.A) + packed_size(self.G),
         )
 
     @property

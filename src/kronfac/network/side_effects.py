@@ -123,7 +123,9 @@ class Buffers:
             written = {
                 module
                 for module, name, buffer, value in kept
-                if module._buffers.get(name) is not buffer or not torch.equal(buffer, value)
+                if module._buffers.get(name) is not buffer
+                # Those without storage have nothing to compare.
+                or not (buffer.is_meta or torch.equal(buffer, value))
             }
             self._written |= {p for p, module in self._model.named_modules() if module in written}
         paths = {module: p for p, module in self._model.named_modules()} if kept else {}

@@ -5,5 +5,14 @@
 
 from kronfac.planning.example import record_example, untouched
 from kronfac.planning.plan import Memory, Plan, Row
+from kronfac.planning.world import World, WorldPlan
 
-__all__ = ["Memory", "Plan", "Row", "record_example", "untouched"]
+__all__ = [
+    "Memory",
+    "Plan",
+    "Row",
+    "World",
+    "WorldPlan",
+    "record_example",
+    "untouched",
+]

@@ -58,7 +58,7 @@ def step_cost(
     """
     m, m1, m2 = examples
     F = survey.forward
-    gradient = max(3 * F * m, 1.0)
+    gradient = gradient_cost(survey, m)
     costs = [*(unit.inverse for unit in survey.units), *between]
     moments = sum(unit.statistics for unit in survey.units)
     draws = survey.outputs if isinstance(settings.fisher, ExactFisher) else settings.fisher.draws
@@ -68,17 +68,30 @@ def step_cost(
     again = 0.0 if survey.engine == BY_HAND else F
     directions = momentum_directions(settings) + settings.step_size.cg_steps - 1
     tried = 2 if searches else 1
-    interval = settings.inverse_interval or LONGEST_INTERVAL
-    # Eigenvectors do not depend on γ.
-    inversions = 1 if isinstance(settings.inverse, EigenvalueCorrectedInverse) else tried
+    often = interval(settings)
     measured = [settings.damping.measures(k) for k in ITERATIONS]
     validations = sum(kind is not None for kind in measured) / len(measured)
     cost = {
         "gradient": gradient,
         "statistics": m1 * (again + draws * F + moments),
         "Fisher products": m2 * F * directions * PASSES.get(survey.engine, 2.0),
-        "refreshes": inversions * sum(cost.inversion for cost in costs) / interval,
-        "preconditioning": (1 + (tried - 1) / interval) * sum(cost.product for cost in costs),
+        "refreshes": inversions(settings, searches) * sum(cost.inversion for cost in costs) / often,
+        "preconditioning": (1 + (tried - 1) / often) * sum(cost.product for cost in costs),
         "validation": validations * F * m,
     }
     return MappingProxyType({name: value / gradient for name, value in cost.items()})
+
+
+def gradient_cost(survey: Survey, examples: int) -> float:
+    """Multiplications of a gradient."""
+    return max(3 * survey.forward * examples, 1.0)
+
+
+def inversions(settings: Settings, searches: bool) -> int:
+    """Inverses of every unit that a refresh makes; eigenvectors do not depend on γ."""
+    return 2 if searches and not isinstance(settings.inverse, EigenvalueCorrectedInverse) else 1
+
+
+def interval(settings: Settings) -> int:
+    """Iterations from one refresh to the next, once those that grow have grown."""
+    return settings.inverse_interval or LONGEST_INTERVAL

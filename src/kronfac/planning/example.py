@@ -37,6 +37,8 @@ def untouched(network: Network) -> Iterator[None]:
 
 
 def _same(buffer: Tensor, value: Tensor) -> bool:
+    if buffer.is_meta:
+        return True  # without storage there is nothing to write to
     return buffer.shape == value.shape and bool(torch.eq(buffer, value).all())
 
 
@@ -59,6 +61,8 @@ def record_example(
         ExampleError: the model can't be called so, or what it returns does not fit the loss.
     """
     args, kwargs = _arguments(example)
+    if network.device.type == "meta":
+        targets = None  # weights of terms would be asked for their values
     with record(model, network.objective, network.buffers) as recording, torch.enable_grad():
         with callers():
             try:

@@ -6,6 +6,7 @@ it runs, such as the working memory of a convolution, is not seen.
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -52,20 +53,48 @@ def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def peak_for(examples: int, courses: Sequence[tuple[int, Sequence[int]]]) -> int:
-    """The peak on so many examples, from the courses on two smaller numbers of them.
+@dataclass(frozen=True)
+class Peak:
+    """The peak of a pass by its number of examples, from its courses on two numbers of them.
 
-    Every point is a number that is fixed and one that grows with the examples; which point is the highest
-    depends on how many there are. So each is extrapolated by itself, if both courses have the same points.
-
-    Args:
-        examples: how many it is wanted for.
-        courses: numbers of examples, each with `LiveBytes.course` on them.
+    Every point of a course is a number that is fixed and one that grows with the examples; which point is
+    the highest depends on how many there are. So each is extrapolated by itself.
     """
-    (few, small), (more, large) = courses
-    if few == more:
-        return max(large, default=0)
-    if len(small) != len(large):
-        small, large = [max(small, default=0)], [max(large, default=0)]
-    factor = (examples - more) / (more - few)
-    return max(0, *(round(b + factor * (b - a)) for a, b in zip(small, large, strict=True)), 0)
+
+    few: int
+    more: int
+    points: tuple[tuple[int, int], ...]
+    """Bytes on `few` and on `more` examples, of the points that may be the highest."""
+
+    @classmethod
+    def of(cls, courses: Sequence[tuple[int, Sequence[int]]]) -> "Peak":
+        """The peak from numbers of examples, each with `LiveBytes.course` on them."""
+        (few, small), (more, large) = courses
+        if len(small) != len(large):  # not the same points
+            small, large = [max(small, default=0)], [max(large, default=0)]
+        # On no number of examples a point is the highest that another is above in start and in growth.
+        highest: list[tuple[int, int]] = []
+        for growth, b in sorted({(b - a, b) for a, b in zip(small, large, strict=True)}):
+            start = b * (more - few) - more * growth
+            while highest and _start(few, more, highest[-1]) <= start:
+                highest.pop()
+            highest.append((b - growth, b))
+        return cls(few, more, tuple(highest))
+
+    def at(self, examples: int) -> int:
+        """The peak on so many examples."""
+        if self.few == self.more:
+            return max((b for _, b in self.points), default=0)
+        factor = (examples - self.more) / (self.more - self.few)
+        return max(0, *(round(b + factor * (b - a)) for a, b in self.points), 0)
+
+
+def _start(few: int, more: int, point: tuple[int, int]) -> int:
+    """Bytes of a point on no examples, times `more` − `few`."""
+    a, b = point
+    return b * (more - few) - more * (b - a)
+
+
+def peak_for(examples: int, courses: Sequence[tuple[int, Sequence[int]]]) -> int:
+    """The peak on so many examples, from the courses on two smaller numbers of them."""
+    return Peak.of(courses).at(examples)

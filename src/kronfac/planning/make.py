@@ -8,23 +8,39 @@ from itertools import pairwise
 from torch import Tensor
 
 from kronfac.control import Measurement
-from kronfac.curvature import DiagonalBlock, InverseCost, KroneckerBlock
+from kronfac.curvature import DiagonalBlock, EigenvalueCorrectedInverse, InverseCost, KroneckerBlock
 from kronfac.network import Batch, Network, Unit
 from kronfac.network.chain import Chains, find_chains
 from kronfac.network.discovery import discover
 from kronfac.network.division import arrange
 from kronfac.network.learned import Learned
-from kronfac.planning.cost import curvature_examples, momentum_directions, step_cost
+from kronfac.planning.cost import (
+    curvature_examples,
+    gradient_cost,
+    interval,
+    inversions,
+    momentum_directions,
+    step_cost,
+)
+from kronfac.planning.make_world import plan_world
 from kronfac.planning.passes import PassMemory, pass_memory
-from kronfac.planning.plan import Memory, Plan, Row
+from kronfac.planning.plan import Memory, Plan, Row, Work
+from kronfac.planning.speed import measure_flops
 from kronfac.planning.survey import FINITE_DIFFERENCES, Survey, survey
+from kronfac.planning.world import World
 from kronfac.settings import Settings
 
 VALIDATED = range(2, 102)
 """Iterations over which it is looked up how often a rule wants something."""
 
 
-def make_plan(network: Network, batch: Batch, settings: Settings, weight_decay: float) -> Plan:
+def make_plan(
+    network: Network,
+    batch: Batch,
+    settings: Settings,
+    weight_decay: float,
+    world: World | None = None,
+) -> Plan:
     """The plan for mini-batches like this one; to be called inside of `untouched`."""
     # What is learned here is not what a step has learned.
     old = network.learned
@@ -51,7 +67,7 @@ def make_plan(network: Network, batch: Batch, settings: Settings, weight_decay: 
     network.learned.forward_mode = not surveyed.engine.startswith(FINITE_DIFFERENCES)
     passes = pass_memory(network, batch, settings.fisher, (S1, S2), momentum_directions(settings))
     trained = {id(p) for p in network.parameters}
-    return Plan(
+    plan = Plan(
         model=type(network.model).__name__,
         rows=rows,
         memory=_memory(network, rows, settings, passes, surveyed, held),
@@ -72,7 +88,20 @@ def make_plan(network: Network, batch: Batch, settings: Settings, weight_decay: 
         else tuple(
             tuple(network.units[n].name for n in piece) for piece in chains.pieces if len(piece) > 1
         ),
+        work=_work(network, settings, batch, passes, surveyed, held),
     )
+    if world is None:
+        return plan
+    if world.flops is None:
+        products, inverses = measure_flops(network.device, network.dtype)
+        world = replace(world, flops=products, inversion_flops=world.inversion_flops or inverses)
+    examples = None
+    if world.examples is not None:
+        terms = batch.most_terms * world.examples // batch.examples
+        shares = settings.shares(world.examples, terms, convolutional=network.convolutional)
+        m1, m2 = (max(1, round(tau * world.examples)) for tau in shares)
+        examples = world.examples, m1, m2
+    return replace(plan, world=plan_world(plan, world, examples))
 
 
 def _row(
@@ -85,13 +114,15 @@ def _row(
     held: int,
 ) -> Row:
     unit, seen = network.units[number], surveyed.units[number]
-    moments, inverse = seen.moments, seen.inverse.numbers
+    moments, sent, cost = seen.moments, seen.packed, seen.inverse
     for (this, following), extra in between.items():
         if this == number:
-            inverse += extra.numbers
-            moments += sum(
+            cost = cost + extra
+            link = sum(
                 a * b for a, b in zip(unit.shape, network.units[following].shape, strict=True)
             )
+            moments, sent = moments + link, sent + link
+    inverse = cost.numbers
     size = unit.shape[0] * unit.shape[1]
     itemsize = unit.parameters[0].element_size()
     return Row(
@@ -107,6 +138,43 @@ def _row(
         why=_why(network, unit),
         unchained="" if chains is None else chains.breaks.get(number, ""),
         moments=itemsize * moments,
+        sent=itemsize * sent,
+        inverse=itemsize * inverse,
+        inverse_sent=itemsize * cost.sent,
+        inversion=cost.inversion,
+        product=cost.product,
+    )
+
+
+def _work(
+    network: Network, settings: Settings, batch: Batch, passes: PassMemory, seen: Survey, held: int
+) -> Work:
+    follows = sum(
+        unit.shape[0] * unit.shape[1] * unit.parameters[0].element_size()
+        for unit in network.units
+        if isinstance(settings.inverse, EigenvalueCorrectedInverse)
+        and isinstance(unit.block, KroneckerBlock)
+    )
+    return Work(
+        gradient=gradient_cost(seen, batch.examples),
+        interval=interval(settings),
+        inversions=inversions(settings, held > 1),
+        candidates=held,
+        directions=momentum_directions(settings),
+        follows=follows,
+        closure=passes.closure,
+        activations=passes.statistics,
+        tangents=passes.tangents,
+        made=_made(network, seen),
+        parts=passes.parts if len(batch.passes) > 1 else None,
+    )
+
+
+def _made(network: Network, surveyed: Survey) -> int:
+    """Bytes of the new statistics of a pass; those between neighbours in a chain are not made in it."""
+    return sum(
+        unit.parameters[0].element_size() * seen.moments
+        for unit, seen in zip(network.units, surveyed.units, strict=True)
     )
 
 
@@ -171,11 +239,7 @@ def _memory(
     memory = settings.step_size.long_memory
     noisy = 0 if memory is None else 1 + (memory.averaged is not None) + held
     joined = [unit.parameters for unit in network.units if len(unit.parameters) > 1]
-    # Those between neighbours in a chain were not made in that pass.
-    made = sum(
-        unit.parameters[0].element_size() * seen.moments
-        for unit, seen in zip(network.units, surveyed.units, strict=True)
-    )
+    m, m1, m2 = passes.parts
     return Memory(
         parameters=_bytes(network.model.parameters()),
         gradients=trained,
@@ -185,9 +249,9 @@ def _memory(
         noise=noisy * trained,
         moments=sum(row.moments for row in rows),
         refresh=sum(row.refresh for row in rows),
-        activations=max(passes.statistics - made, 0),
-        tangents=passes.tangents,
-        closure=passes.closure,
+        activations=max(passes.statistics.at(m1) - _made(network, surveyed), 0),
+        tangents=passes.tangents.at(m2),
+        closure=passes.closure.at(m),
     )
 
 

@@ -15,7 +15,7 @@ from kronfac.fisher_products import fisher_gram
 from kronfac.linearization import linearize
 from kronfac.network import Batch, Matrices, Network, Pass, subsets
 from kronfac.network.program import ModelCall
-from kronfac.planning.live_bytes import LiveBytes, peak_for
+from kronfac.planning.live_bytes import LiveBytes, Peak
 
 FEW = 4
 """Examples of the smaller of both runs, if the network can be divided into examples."""
@@ -26,14 +26,16 @@ DECAY = 0.95
 
 @dataclass(frozen=True)
 class PassMemory:
-    """Bytes at the peak."""
+    """Bytes at the peak, by the examples that go through at once."""
 
-    closure: int
+    closure: Peak
     """The peak of a forward and a backward pass, the gradients included."""
-    statistics: int
+    statistics: Peak
     """The peak of the estimate of the moments, the new moments included."""
-    tangents: int
+    tangents: Peak
     """The peak of J v along all directions."""
+    parts: tuple[int, int, int]
+    """Examples that go through each at once: micro-batches go one by one."""
 
 
 @torch.no_grad()
@@ -65,12 +67,12 @@ def pass_memory(
         (partial(_estimate, network, fisher, old), curvature_examples[0]),
         (partial(_gram, network, vectors), curvature_examples[1]),
     )
-    found = []
-    for run, examples in passes:
-        courses = [(part.examples, _course(run, part)) for part in (few.passes[0], more.passes[0])]
-        # Micro-batches go through it one by one.
-        found.append(peak_for(max(part.examples for part in examples.passes), courses))
-    return PassMemory(*found)
+    closure, statistics, tangents = (
+        Peak.of([(part.examples, _course(run, part)) for part in (few.passes[0], more.passes[0])])
+        for run, _ in passes
+    )
+    m, m1, m2 = (max(part.examples for part in examples.passes) for _, examples in passes)
+    return PassMemory(closure, statistics, tangents, (m, m1, m2))
 
 
 def _without_trace(part: Pass) -> Pass:
@@ -99,7 +101,8 @@ def _gradient(network: Network, part: Pass) -> object:
 
 
 def _estimate(network: Network, fisher: Fisher, old: Curvature | None, part: Pass) -> Curvature:
-    generator = torch.Generator(device=network.device).manual_seed(0)
+    device = "cpu" if network.device.type == "meta" else network.device
+    generator = torch.Generator(device=device).manual_seed(0)
     sample = Sample([part], partial(linearize, network), nothing=network.unused)
     blocks = [unit.block for unit in network.units]
     return estimate(sample, blocks, fisher, generator, old=old, decay=DECAY)

@@ -3,6 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from kronfac.planning.live_bytes import Peak
+
+if TYPE_CHECKING:
+    from kronfac.planning.world import WorldPlan
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,16 @@ class Row:
     """Why no other unit precedes it in a chain, with the tridiagonal inverse."""
     moments: int = 0
     """Bytes of its statistics alone."""
+    sent: int = 0
+    """Bytes of its statistics as they are sent to other processes."""
+    inverse: int = 0
+    """Bytes of its inverse alone."""
+    inverse_sent: int = 0
+    """Bytes of its inverse as it is sent."""
+    inversion: float = 0.0
+    """Multiplications that make its inverse."""
+    product: float = 0.0
+    """Multiplications of a product with its inverse."""
 
     @property
     def count(self) -> int:
@@ -87,6 +103,32 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a plan for several processes is computed from, beside rows, memory and cost."""
+
+    gradient: float
+    """Multiplications of one gradient of the mini-batch."""
+    interval: int
+    """Iterations from one refresh to the next."""
+    inversions: int
+    """Inverses of every unit that a refresh makes."""
+    candidates: int
+    """Inverses of every unit that a refresh has in memory at once."""
+    directions: int
+    """Directions of the Fisher products."""
+    follows: int
+    """Bytes of what an inverse follows in every step, such as EKFAC's second moments in the eigenbasis."""
+    closure: Peak
+    activations: Peak
+    tangents: Peak
+    """Memory of the passes, by the examples that go through at once."""
+    made: int
+    """Bytes of new statistics that the peak of their pass has in it."""
+    parts: tuple[int, int, int] | None
+    """Examples that go through the passes at once; None for all."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """What K-FAC will do with a network; `str` makes a page of it."""
 
@@ -109,6 +151,10 @@ class Plan:
     """Names of the parameters that are not trained."""
     chains: tuple[tuple[str, ...], ...] = ()
     """The units of every chain that the tridiagonal inverse inverts as a whole."""
+    work: Work | None = None
+    """What a plan for several processes is computed from."""
+    world: "WorldPlan | None" = None
+    """What each of several processes does, if the plan is for several."""
 
     @property
     def fallbacks(self) -> tuple[Row, ...]:
@@ -151,6 +197,8 @@ class Plan:
             f"statistics {readable(m.activations)}, Fisher products {readable(m.tangents)}",
             f"        at the peak of a step about {readable(m.total)}",
         ]
+        if self.world is not None:
+            lines += ["", str(self.world)]
         return "\n".join(lines)
 
 

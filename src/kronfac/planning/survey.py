@@ -42,6 +42,8 @@ class Seen:
 
     moments: int
     """Numbers that its moments have."""
+    packed: int
+    """Numbers that they are sent as."""
     factors: str
     """Their names and sizes."""
     inverse: InverseCost
@@ -95,10 +97,11 @@ def survey(network: Network, batch: Batch, inverse: ApproximateInverse) -> Surve
         part.run(network.model)
     vectors = [_random_like(z) for z in outputs]
     taps = view.taps(vectors)
-    network = network.demoted(
-        unseen_uses(network, view, vectors, taps),
-        "its gradient is not the one rebuilt from the uses that are seen",
-    )
+    if network.device.type != "meta":
+        network = network.demoted(
+            unseen_uses(network, view, vectors, taps),
+            "its gradient is not the one rebuilt from the uses that are seen",
+        )
     del view
     units = [_seen(network, n, own, part.examples, inverse) for n, own in enumerate(taps)]
     examples = max(part.examples, 1)
@@ -131,6 +134,7 @@ def _seen(
     vectors = 0 if isinstance(shown, SummedGradient) else sum(map(_vectors, shown))
     return Seen(
         sum(tensor.numel() for tensor in tensors_in(moments)),
+        moments.packed(),
         _sizes(moments),
         inverse.cost(moments),
         rows * columns * vectors / examples,
@@ -154,10 +158,12 @@ def _sizes(moments: Moments) -> str:
 
 
 def _engine(network: Network, part: Pass) -> str:
-    """How J v is taken, tried out as the first step will."""
+    """How J v is taken, tried out as the first step will; without storage that can't be."""
     view = linearize(network, part)
     if isinstance(view, ByHand):
         return BY_HAND
+    if network.device.type == "meta":
+        return FORWARD_MODE  # which most networks have
     learned = Learned(forward_mode=network.learned.forward_mode)
     trial = Traced(replace(network, learned=learned), part)
     with warnings.catch_warnings(record=True) as warned:
