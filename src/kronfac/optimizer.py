@@ -253,13 +253,7 @@ class KFAC(LateOptimizer):
             self._publish_momentum(anyway=True)
             return None
         refuse_several_processes()  # a group may have been made since
-        try:
-            ended, returned = self._ends_loop(closure)
-            with full_precision(self.network.device) as callers, self._recorder.paused():
-                result = self._step(None if ended else closure, callers)
-            return returned if ended else result
-        finally:
-            self._recorder.step()
+        return self._take_step(closure)
 
     def closure(
         self, x: Tensor | tuple[Tensor, ...], y: Tensor, *, chunk: int | None = None

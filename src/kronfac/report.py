@@ -8,6 +8,7 @@ from enum import Enum
 import torch
 from torch.autograd.profiler import record_function
 
+from kronfac.interrupts import poll
 from kronfac.warn import warn
 
 _RENAMED = {"taken_back": "rejected"}
@@ -164,6 +165,7 @@ class _Part:
         self._seconds, self._part = seconds, part
 
     def __enter__(self) -> None:
+        poll()
         self._range = None
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             self._range = record_function(f"kronfac.{self._part}")

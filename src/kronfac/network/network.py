@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kronfac.curvature import Curvature, DiagonalBlock, DiagonalMoments, Tap
 from kronfac.network.blocks import Blocks
 from kronfac.network.find import Site
-from kronfac.network.side_effects import Buffers
+from kronfac.network.side_effects import Buffers, put_back
 from kronfac.network.unit import Unit, parameters_of
 from kronfac.objective import Objective
 from kronfac.vector import Matrices
@@ -122,14 +122,13 @@ class Network:
 
         In place: so it holds for whatever the model's code does with its parameters.
         """
-        kept = [p.detach().clone() for p in self.parameters]
+        parameters = self.parameters
+        kept = [p.detach().clone() for p in parameters]
         try:
             self.move(delta, factor)
             yield
         finally:
-            with torch.no_grad():
-                for p, value in zip(self.parameters, kept, strict=True):
-                    p.copy_(value)
+            put_back(list(zip(parameters, kept, strict=True)))
 
     def continued(self, order: Sequence[int], curvature: Curvature | None) -> "Network":
         """The network as it was when a state was saved: its units' order, links and diagonal blocks."""
