@@ -76,6 +76,7 @@ class CopyingOptimizer(SteppingOptimizer):
             state = saving.initial_state(self.settings, eta, network.device)
             state = replace(state, step=replace(state.step, momentum=momentum))
         self.network = network
+        self._conditions.forget()
         network.learned.placement = None  # the state was brought to where the parameters are
         self.state.clear()
         self._become(state)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from kronfac.control import ROUNDING
 from kronfac.control.lambda_search import LambdaSearch
 from kronfac.curvature import ApproximateInverse
-from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
+from kronfac.errors import NonFiniteError, NotPositiveDefiniteError, out_of_memory
 from kronfac.evaluation import RefusedError
 from kronfac.proposal import Proposer
 
@@ -32,6 +32,10 @@ def first_lambda(
         prepared = inverse.for_trials.prepare(proposer.curvature)
     except (NonFiniteError, NotPositiveDefiniteError):
         return start, 0
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        return start, 0
     rounding = ROUNDING * m.precision * abs(float(evaluation.loss))
     trial = proposer.for_trials()
 
@@ -44,6 +48,10 @@ def first_lambda(
                 return -math.inf
             proposal = trial_step.propose(gamma, damped)
         except (RefusedError, NonFiniteError, NotPositiveDefiniteError):
+            return -math.inf
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
             return -math.inf
         predicted = proposal.step.predicted_change
         if abs(predicted) <= rounding:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kronfac import state as saving
 from kronfac.closure import MiniBatchClosure
+from kronfac.conditions import Conditions
 from kronfac.control import (
     Acceptance,
     AdaptiveDamping,
@@ -189,6 +190,7 @@ class KFAC(LateOptimizer):
         self._warn_of_rate = vars(self).get("_warn_of_rate") or RateWarning()
         self._warn_of_rate(self.param_groups)
         self._warn_of_events = EventWarnings()
+        self._conditions = Conditions()
         self._check = GradientCheck(self._left_out())
         self.report: StepReport | None = None
         """What the last step did; None before the first."""

@@ -1,5 +1,6 @@
 """What one step did, in numbers and events."""
 
+import logging
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -32,6 +33,32 @@ class EventKind(str, Enum):
     """The inverse of some units could not be computed: their last good ones stay in use."""
     CANDIDATE_FAILED = "candidate_failed"
     """One γ that was tried could not be inverted with."""
+    NONFINITE_LOSS = "nonfinite_loss"
+    """Why a step was refused: the loss is NaN or infinite."""
+    NONFINITE_GRADIENT = "nonfinite_gradient"
+    """The same for a gradient."""
+    NONFINITE_STATISTICS = "nonfinite_statistics"
+    """The same for the statistics."""
+    NONFINITE_STEP = "nonfinite_step"
+    """The same for the step, or what the quadratic model predicts of it."""
+    BLOCK_DAMPED = "block_damped"
+    """Some units have no inverse with γ: they have one with more damping."""
+    BLOCK_PLAIN = "block_plain"
+    """Some units have no inverse and never had one: the plain gradient is used for them."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """There was no memory for the inverse with one γ that was tried."""
+    NO_DATA = "no_data"
+    """No gradient came to some layers."""
+    DEAD_UNITS = "dead_units"
+    """Outputs of layers that no gradient comes to, as of a ReLU that is always 0."""
+    CONSTANT_INPUTS = "constant_inputs"
+    """Inputs of layers that do not vary."""
+    BATCH_OF_ONE = "batch_of_one"
+    """The mini-batch has one example."""
+    ZERO_GRADIENT = "zero_gradient"
+    """All gradients are zero."""
+    PARAMETERS_CHANGED = "parameters_changed"
+    """Somebody else has written to the parameters since the last step."""
     LOSS_NOT_SEEN = "loss_not_seen"
     """The closure returned something else than the loss module's value."""
 
@@ -127,6 +154,24 @@ _ADVICE = {
         "mini-batches do not differ, see to it that KFAC sees the loss",
     ),
 }
+
+
+LOGGER = logging.getLogger("kronfac")
+_LOUD = {
+    EventKind.REFUSED,
+    EventKind.REFRESH_FAILED,
+    EventKind.BLOCK_FAILED,
+    EventKind.BLOCK_PLAIN,
+    EventKind.OUT_OF_MEMORY,
+}
+"""Kinds that are logged as warnings; others as information."""
+
+
+def log_events(report: StepReport) -> None:
+    """Log what happened in a step to the logger `"kronfac"`."""
+    for event in report.events:
+        level = logging.WARNING if event.kind in _LOUD else logging.INFO
+        LOGGER.log(level, "iteration %d: %s: %s", report.iteration, event.kind, event.message)
 
 
 class EventWarnings:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from kronfac.closure_call import evaluate
+from kronfac.conditions import Conditions
 from kronfac.evaluation import Evaluation, Point, RefusedError
 from kronfac.grad_scaler import Scaling
 from kronfac.gradient_check import GradientCheck
@@ -21,7 +22,7 @@ from kronfac.loop import evaluate_loop
 from kronfac.network import Batch, Network, StandingRecorder, restore
 from kronfac.planning import Plan, untouched
 from kronfac.precision import Context, full_precision
-from kronfac.report import Event, EventKind, EventWarnings, StepReport, Stopwatch
+from kronfac.report import Event, EventKind, EventWarnings, StepReport, Stopwatch, log_events
 from kronfac.settings import Settings
 from kronfac.state import State
 from kronfac.state_groups import MOMENTUM
@@ -42,6 +43,9 @@ class SteppingOptimizer(torch.optim.Optimizer):
     _recorder: StandingRecorder
     _verbose: bool
     _warn_of_events: EventWarnings
+    _conditions: Conditions
+    _changed: bool
+    """Whether somebody has written to the parameters since the last step."""
     _before: Before
     """What an exception in the step that is under way goes back to."""
 
@@ -50,6 +54,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
         with Waiting():
             before = self._before = Before(self)
             try:
+                self._changed = self._conditions.changed(self.network)
                 ended, returned = self._ends_loop(closure)
                 with full_precision(self.network.device) as callers, self._recorder.paused():
                     result = self._step(None if ended else closure, callers)
@@ -60,8 +65,10 @@ class SteppingOptimizer(torch.optim.Optimizer):
                 raise
             finally:
                 del self._before  # which has copies
+                self._conditions.leave(self.network)
         if self.report is not None and self.report is not before.report:
             self._warn_of_events(self.report)
+            log_events(self.report)
         return returned if ended else result
 
     def _step(self, closure: Callable[[], Any] | None, callers: Context) -> Any:
@@ -96,6 +103,9 @@ class SteppingOptimizer(torch.optim.Optimizer):
         if validation is not None:
             events = () if validation.event is None else (validation.event,)
             report = replace(report, next_rho=validation.rho, events=events + report.events)
+        if not report.refused:
+            told = self._conditions.events(evaluation, self._state, report, self._changed)
+            report = replace(report, events=report.events + told)
         self.report = report
         return evaluation.returned
 
@@ -176,7 +186,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
         if (rejected := validation.rejected) is not None:
             outlier = False  # it was the step
             self._before.keep_parameters()
-            if rejected.kept is not None:
+            if rejected.kept is not None and not self._changed:
                 evaluation.network.place(rejected.kept.theta)
             else:
                 evaluation.network.move(rejected.delta, -1.0)
@@ -257,7 +267,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
             gamma=math.nan if gamma is None else gamma.gamma,
             examples=evaluation.batch.examples,
             seconds=watch.seconds,
-            events=(Event(EventKind.REFUSED, str(refusal)),),
+            events=(Event(refusal.cause, str(refusal)), Event(EventKind.REFUSED, str(refusal))),
         )
 
     def _skip(self, evaluation: Evaluation, watch: Stopwatch, validation: Validation) -> StepReport:
