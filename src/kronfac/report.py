@@ -158,13 +158,12 @@ _ADVICE = {
 
 LOGGER = logging.getLogger("kronfac")
 _LOUD = {
-    EventKind.REFUSED,
     EventKind.REFRESH_FAILED,
     EventKind.BLOCK_FAILED,
     EventKind.BLOCK_PLAIN,
     EventKind.OUT_OF_MEMORY,
 }
-"""Kinds that are logged as warnings; others as information."""
+"""Kinds that are logged as warnings; others, of which some are told by `EventWarnings`, as information."""
 
 
 def log_events(report: StepReport) -> None:
