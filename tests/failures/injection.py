@@ -91,9 +91,7 @@ class Everything:
             (recorder._paused, recorder.forwards, [id(r) for r in recorder.records]),
             copy.deepcopy(vars(optimizer.network.learned)),
             _modes(),
-            [None if p.grad is None else p.grad.clone() for p in optimizer.model.parameters()]
-            if gradients
-            else None,
+            [_bits(p.grad) for p in optimizer.model.parameters()] if gradients else None,
         )
 
     def assert_kept(self, optimizer: KFAC) -> None:
@@ -112,6 +110,11 @@ class Everything:
         assert same(self.gradients, now.gradients)
         assert not hasattr(optimizer, "_before")
         assert_no_hooks(optimizer.model, optimizer.objective.module)
+
+
+def _bits(gradient: Tensor | None) -> Tensor | None:
+    """A copy of its bytes: NaN is equal to no other."""
+    return None if gradient is None else gradient.clone().reshape(-1).view(torch.uint8)
 
 
 def _modes() -> tuple[Any, ...]:
