@@ -48,6 +48,7 @@ class Before:
             for where in (check, recorder, recorder.watch, network.learned, network.buffers)
         ]
         self._arrived = [(arrival, arrival.arrived) for arrival in recorder.arrivals]
+        self._running = list(recorder.running)
         self._random = RandomState.current(network.device)
         self._buffers = network.buffers.before_call("")
         self._theta: list[tuple[Tensor, Tensor]] = []
@@ -85,6 +86,8 @@ class Before:
         optimizer.state.update(self._shown)
         for where, values in self._objects:
             vars(where).update({k: _copied(v) for k, v in values.items()})
+        # torch calls no hook after a call that a KeyboardInterrupt has ended.
+        optimizer._recorder.running[:] = self._running
         for arrival, gradient in self._arrived:
             arrival.arrived = gradient
         self._random.restore()

@@ -90,6 +90,11 @@ class StandingRecorder:
         """Those of them that are calls of the loss."""
         return tuple(self._arrivals)
 
+    @property
+    def running(self) -> list[CallRecording | None]:
+        """Calls of the model and the loss that this thread is in."""
+        return self._running.calls
+
     def forget(self) -> None:
         """Drop what was recorded: it has been used, or its gradients were dropped."""
         for arrival in self._arrivals:
