@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from kronfac.control import Measurement
 from kronfac.curvature import DampedInverse
 from kronfac.divided_refresh import Divided
-from kronfac.errors import NotPositiveDefiniteError
+from kronfac.errors import MemoryExhaustedError
 from kronfac.evaluation import Point
 from kronfac.network import Matrices
 from kronfac.proposal import Proposal, Proposer
 from kronfac.refresh import Computed, Outcomes, Refresh
+from kronfac.repair import plain_inverse, repair
 from kronfac.report import Event, EventKind
 from kronfac.settings import Settings
 from kronfac.state import CurrentInverse, State
@@ -50,12 +51,15 @@ def best_proposal(
     for gamma in refresh.candidates:
         with watch("inverse"):
             outcome = next(outcomes)
-        if not isinstance(outcome, Exception) and outcome.failures:
-            outcome = _complete(proposer, stale, gamma, outcome, events)
         if isinstance(outcome, Exception):
             failure = outcome
-            events.append(Event(EventKind.CANDIDATE_FAILED, f"γ = {gamma:.4g}: {failure}"))
+            memory = isinstance(failure, MemoryExhaustedError)
+            kind = EventKind.OUT_OF_MEMORY if memory else EventKind.CANDIDATE_FAILED
+            events.append(Event(kind, f"γ = {gamma:.4g}: {failure}"))
             continue
+        with watch("inverse"):
+            outcome, repaired = _repair(settings, proposer, stale, gamma, outcome)
+            events += repaired
         with watch("inverse"):
             decayed = _decay_part(settings, outcome, point)
         proposal = proposer.propose(gamma, outcome, decayed)
@@ -71,7 +75,13 @@ def best_proposal(
     assert failure is not None
     point.check_finite(proposer.curvature)
     if stale is None:
-        raise failure
+        gamma = before.gamma.gamma
+        inverse = plain_inverse(proposer.curvature, gamma, point.gradient)
+        events.append(
+            Event(EventKind.BLOCK_PLAIN, f"The plain gradient is used for all units: {failure}")
+        )
+        current = CurrentInverse(inverse, refresh.iteration, refresh.lambda_, None)
+        return Chosen(proposer.propose(gamma, inverse), (), current, None, m)
     events.append(Event(EventKind.REFRESH_FAILED, f"The inverse stays as it was: {failure}"))
     proposal = proposer.propose(before.gamma.gamma, stale.inverse, stale.decayed)
     return Chosen(proposal, (), stale, None, m)
@@ -106,23 +116,23 @@ def _refresh(
     return Refresh(m.iteration, m.iteration + lag, m.lambda_, candidates, outcomes), m
 
 
-def _complete(
+def _repair(
+    settings: Settings,
     proposer: Proposer,
     stale: CurrentInverse | None,
     gamma: float,
     damped: DampedInverse,
-    events: list[Event],
-) -> DampedInverse | NotPositiveDefiniteError:
-    """The inverse with the old one of every unit that has no new one: one block's failure is its own."""
-    units = proposer.point.evaluation.network.units
-    names = ", ".join(f"{units[n].name!r} ({message})" for n, message in damped.failures)
-    completed = damped.completed_by(None if stale is None else stale.inverse)
-    if completed is None:
-        return NotPositiveDefiniteError(f"There is no inverse of {names}.")
-    events.append(
-        Event(EventKind.BLOCK_FAILED, f"γ = {gamma:.4g}: the last good inverse is kept of {names}.")
+) -> tuple[DampedInverse, list[Event]]:
+    """The inverse with something usable for every unit: one block's failure is its own."""
+    return repair(
+        damped,
+        proposer.by_unit(settings.inverse),
+        proposer.curvature,
+        gamma,
+        None if stale is None else stale.inverse,
+        proposer.network.units,
+        proposer.point.gradient,
     )
-    return completed
 
 
 def _decay_part(settings: Settings, inverse: DampedInverse, point: Point) -> Matrices | None:

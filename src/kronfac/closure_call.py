@@ -13,6 +13,7 @@ from kronfac.closure import MiniBatchClosure
 from kronfac.curvature import ApproximateInverse
 from kronfac.evaluation import Evaluation, StaleGradients, as_loss, in_full_precision
 from kronfac.groups import PerParameter
+from kronfac.interrupts import Allowed
 from kronfac.linalg import OuterProduct
 from kronfac.network import Batch, Kept, Network, RandomState, record
 from kronfac.network.chain import chain_network
@@ -51,7 +52,7 @@ def evaluate(
         own = None  # another optimizer's, perhaps of another model: the recorder will see
 
     def call() -> Any:
-        with callers():
+        with callers(), Allowed():
             return closure()
 
     found, random = None, RandomState.current(network.device)

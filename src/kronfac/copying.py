@@ -81,6 +81,7 @@ class CopyingOptimizer(SteppingOptimizer):
             state = replace(state, step=replace(state.step, momentum=momentum))
         self.network = network
         self._check.memory = GradientMemory() if gradients is None else gradients
+        self._conditions.forget()
         network.learned.placement = None  # the state was brought to where the parameters are
         self.state.clear()
         self._become(state)

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kronfac.assignment import assign
 from kronfac.curvature import ApproximateInverse, Curvature, DampedInverse
 from kronfac.curvature.inverse import ChainOperator, Piece, PreparedInverse, failed
 from kronfac.distributed import Part, Phase, Ranks
@@ -53,7 +54,7 @@ class Divided:
         world: Ranks,
     ) -> None:
         self._world, self._curvature = world, curvature
-        owners = owners_of(inverse, curvature, world.size)
+        owners = owners_of(curvature, world.size)
         self._owned = [
             [n for n, owner in enumerate(owners) if owner == r] for r in range(world.size)
         ]
@@ -107,7 +108,7 @@ class Divided:
         return DampedInverse(tuple(pieces[n] for n in sorted(pieces)))
 
 
-def owners_of(inverse: ApproximateInverse, curvature: Curvature, ranks: int) -> list[int]:
+def owners_of(curvature: Curvature, ranks: int) -> list[int]:
     """The rank that inverts each unit."""
     chains: list[list[int]] = []
     for n in range(len(curvature.blocks)):
@@ -116,14 +117,18 @@ def owners_of(inverse: ApproximateInverse, curvature: Curvature, ranks: int) -> 
             chains[-1].append(n)
         else:
             chains.append([n])
-    costs = [sum(inverse.cost(curvature.blocks[n]).inversion for n in chain) for chain in chains]
-    load, owners = [0.0] * ranks, [0] * len(curvature.blocks)
-    for i in sorted(range(len(chains)), key=lambda i: (-costs[i], i)):
-        rank = min(range(ranks), key=lambda r: (load[r], r))
-        load[rank] += costs[i]
-        for n in chains[i]:
+    costs = [sum(map(_cost, tensors_in([curvature.blocks[n] for n in c]))) for c in chains]
+    owners = [0] * len(curvature.blocks)
+    for chain, rank in zip(chains, assign(costs, ranks), strict=True):
+        for n in chain:
             owners[n] = rank
     return owners
+
+
+def _cost(M: Tensor) -> float:
+    """Multiplications of an inverse, but for a factor: those of n³ for a matrix, of its numbers else."""
+    square = M.dim() > 1 and M.shape[-1] == M.shape[-2]
+    return float(M.numel() * (M.shape[-1] if square else 1))
 
 
 def _describe(packed: Any) -> Any:

@@ -45,5 +45,17 @@ class NotPositiveDefiniteError(KronfacError, ArithmeticError):
     """A matrix that has to be positive definite is not, even after float64 and jitter."""
 
 
+class MemoryExhaustedError(KronfacError, MemoryError):
+    """There was no memory for a refresh of the inverse."""
+
+
 class NonFiniteError(KronfacError, ArithmeticError):
     """A matrix holds NaN or infinity."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error is about memory; that of CPUs has no type."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    said = ("DefaultCPUAllocator", "not enough memory", "can't allocate memory")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in said)

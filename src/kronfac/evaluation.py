@@ -29,6 +29,7 @@ from kronfac.network import (
     replay,
     restore,
 )
+from kronfac.report import EventKind
 
 LOSS_TOLERANCE = 64
 """Relative difference, in ε of the parameters' dtype, between the loss that a closure returned and the loss
@@ -41,6 +42,10 @@ StaleGradients = Mapping[nn.Parameter, tuple[Tensor, int]]
 
 class RefusedError(Exception):
     """This step must not be taken."""
+
+    def __init__(self, message: str = "", cause: EventKind = EventKind.NONFINITE_STEP) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 @dataclass(frozen=True)
@@ -250,13 +255,15 @@ class Point:
         """Raise `RefusedError` with the first cause of non-finite numbers, if there is one."""
         loss, units = self.evaluation.loss, self.evaluation.network.units
         if not bool(loss.isfinite()):
-            raise RefusedError(f"The loss is {float(loss)}.")
+            raise RefusedError(f"The loss is {float(loss)}.", EventKind.NONFINITE_LOSS)
         for unit, V in zip(units, self.gradient, strict=True):
             if not bool(V.isfinite().all()):
-                raise RefusedError(f"The gradient of {unit.name!r} is not finite.")
+                cause = EventKind.NONFINITE_GRADIENT
+                raise RefusedError(f"The gradient of {unit.name!r} is not finite.", cause)
         for unit, block in zip(units, curvature.blocks, strict=True):
             if not all(bool(number.isfinite()) for number in block.probe()):
-                raise RefusedError(f"The statistics of {unit.name!r} are not finite.")
+                cause = EventKind.NONFINITE_STATISTICS
+                raise RefusedError(f"The statistics of {unit.name!r} are not finite.", cause)
 
 
 def in_full_precision(evaluation: Evaluation) -> Evaluation:

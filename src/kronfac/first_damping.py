@@ -10,7 +10,7 @@ from kronfac.control import ROUNDING
 from kronfac.control.lambda_search import LambdaSearch
 from kronfac.curvature import ApproximateInverse
 from kronfac.divided_refresh import prepare_over_ranks
-from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
+from kronfac.errors import NonFiniteError, NotPositiveDefiniteError, out_of_memory
 from kronfac.evaluation import RefusedError
 from kronfac.proposal import Proposer
 
@@ -35,6 +35,10 @@ def first_lambda(
         )
     except (NonFiniteError, NotPositiveDefiniteError):
         return start, 0
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        return start, 0
     rounding = ROUNDING * m.precision * abs(float(evaluation.loss))
     trial = proposer.for_trials()
 
@@ -47,6 +51,10 @@ def first_lambda(
                 return -math.inf
             proposal = trial_step.propose(gamma, damped)
         except (RefusedError, NonFiniteError, NotPositiveDefiniteError):
+            return -math.inf
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
             return -math.inf
         predicted = proposal.step.predicted_change
         if abs(predicted) <= rounding:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kronfac import state as saving
 from kronfac.closure import MiniBatchClosure
+from kronfac.conditions import Conditions
 from kronfac.control import (
     Acceptance,
     AdaptiveDamping,
@@ -22,8 +23,7 @@ from kronfac.control import (
     StepRule,
 )
 from kronfac.curvature import ApproximateInverse, Fisher
-from kronfac.distributed import Processes, averages_gradients, inner_model, refuse_distributed
-from kronfac.errors import RankError
+from kronfac.distributed import averages_gradients, inner_model, refuse_distributed
 from kronfac.gradient_check import GradientCheck
 from kronfac.groups import (
     Params,
@@ -191,6 +191,7 @@ class KFAC(LateOptimizer):
         self._warn_of_rate = vars(self).get("_warn_of_rate") or RateWarning()
         self._warn_of_rate(self.param_groups)
         self._warn_of_events = EventWarnings()
+        self._conditions = Conditions()
         self._check = GradientCheck(self._left_out())
         self.report: StepReport | None = None
         """What the last step did; None before the first."""
@@ -254,24 +255,7 @@ class KFAC(LateOptimizer):
         if closure is None and not self._rates and not self._recorder.forwards:
             self._publish_momentum(anyway=True)
             return None
-        network, memory = self.network, self._check.memory
-        learned, taken = network.learned.copy(), False
-        try:
-            ended, returned = self._ends_loop(closure)
-            with full_precision(self.network.device) as callers, self._recorder.paused():
-                result = self._step(None if ended else closure, callers)
-            taken = self.report is None or not self.report.refused
-            return returned if ended else result
-        except RankError:
-            raise  # all ranks know
-        except BaseException:
-            Processes.current().abandon()
-            raise
-        finally:
-            if not taken:  # all or nothing
-                self._check.memory = memory
-                vars(network.learned).update(vars(learned))
-            self._recorder.step()
+        return self._take_step(closure)
 
     def closure(
         self, x: Tensor | tuple[Tensor, ...], y: Tensor, *, chunk: int | None = None

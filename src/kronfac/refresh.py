@@ -16,7 +16,12 @@ from typing import Protocol, TypeVar
 import torch
 
 from kronfac.curvature import ApproximateInverse, Curvature, DampedInverse
-from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
+from kronfac.errors import (
+    MemoryExhaustedError,
+    NonFiniteError,
+    NotPositiveDefiniteError,
+    out_of_memory,
+)
 from kronfac.linalg import Failure, in_background
 from kronfac.ranges import Count, NotNegative, Positive
 from kronfac.storage import tensors_in
@@ -143,6 +148,11 @@ def _attempt(compute: Callable[[], T]) -> T | Failure:
         return compute()
     except _FAILURES as failure:
         return failure.with_traceback(None)  # which holds what it was computed from
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        said = str(error).strip().splitlines() or ["MemoryError"]
+        return MemoryExhaustedError(f"There is no memory for the inverse: {said[0]}")
 
 
 @cache

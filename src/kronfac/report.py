@@ -1,5 +1,6 @@
 """What one step did, in numbers and events."""
 
+import logging
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from enum import Enum
 import torch
 from torch.autograd.profiler import record_function
 
+from kronfac.interrupts import poll
 from kronfac.warn import warn
 
 _RENAMED = {"taken_back": "rejected"}
@@ -31,6 +33,32 @@ class EventKind(str, Enum):
     """The inverse of some units could not be computed: their last good ones stay in use."""
     CANDIDATE_FAILED = "candidate_failed"
     """One γ that was tried could not be inverted with."""
+    NONFINITE_LOSS = "nonfinite_loss"
+    """Why a step was refused: the loss is NaN or infinite."""
+    NONFINITE_GRADIENT = "nonfinite_gradient"
+    """The same for a gradient."""
+    NONFINITE_STATISTICS = "nonfinite_statistics"
+    """The same for the statistics."""
+    NONFINITE_STEP = "nonfinite_step"
+    """The same for the step, or what the quadratic model predicts of it."""
+    BLOCK_DAMPED = "block_damped"
+    """Some units have no inverse with γ: they have one with more damping."""
+    BLOCK_PLAIN = "block_plain"
+    """Some units have no inverse and never had one: the plain gradient is used for them."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """There was no memory for the inverse with one γ that was tried."""
+    NO_DATA = "no_data"
+    """No gradient came to some layers."""
+    DEAD_UNITS = "dead_units"
+    """Outputs of layers that no gradient comes to, as of a ReLU that is always 0."""
+    CONSTANT_INPUTS = "constant_inputs"
+    """Inputs of layers that do not vary."""
+    BATCH_OF_ONE = "batch_of_one"
+    """The mini-batch has one example."""
+    ZERO_GRADIENT = "zero_gradient"
+    """All gradients are zero."""
+    PARAMETERS_CHANGED = "parameters_changed"
+    """Somebody else has written to the parameters since the last step."""
     LOSS_NOT_SEEN = "loss_not_seen"
     """The closure returned something else than the loss module's value."""
 
@@ -136,6 +164,23 @@ SAME_EXAMPLES = (
 """Advice with a rejected step if it is no noise between mini-batches that rejected it."""
 
 
+LOGGER = logging.getLogger("kronfac")
+_LOUD = {
+    EventKind.REFRESH_FAILED,
+    EventKind.BLOCK_FAILED,
+    EventKind.BLOCK_PLAIN,
+    EventKind.OUT_OF_MEMORY,
+}
+"""Kinds that are logged as warnings; others, of which some are told by `EventWarnings`, as information."""
+
+
+def log_events(report: StepReport) -> None:
+    """Log what happened in a step to the logger `"kronfac"`."""
+    for event in report.events:
+        level = logging.WARNING if event.kind in _LOUD else logging.INFO
+        LOGGER.log(level, "iteration %d: %s: %s", report.iteration, event.kind, event.message)
+
+
 class EventWarnings:
     """Warns of the first step that is refused, and of the first that is rejected."""
 
@@ -173,6 +218,7 @@ class _Part:
         self._seconds, self._part = seconds, part
 
     def __enter__(self) -> None:
+        poll()
         self._range = None
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             self._range = record_function(f"kronfac.{self._part}")

@@ -12,21 +12,25 @@ import torch
 from torch import nn
 
 from kronfac.closure_call import evaluate
+from kronfac.conditions import Conditions
 from kronfac.distributed import Processes
+from kronfac.errors import RankError
 from kronfac.evaluation import Evaluation, Point, RefusedError
 from kronfac.grad_scaler import Scaling
 from kronfac.gradient_check import GradientCheck
 from kronfac.groups import PerParameter
+from kronfac.interrupts import Allowed, Waiting, poll
 from kronfac.loop import evaluate_loop
 from kronfac.network import Batch, Network, StandingRecorder, restore
 from kronfac.planning import Plan, World, untouched
-from kronfac.precision import Context
-from kronfac.report import Event, EventKind, EventWarnings, StepReport, Stopwatch
+from kronfac.precision import Context, full_precision
+from kronfac.report import Event, EventKind, EventWarnings, StepReport, Stopwatch, log_events
 from kronfac.settings import Settings
 from kronfac.spreading import spread_out
 from kronfac.state import State
 from kronfac.state_groups import MOMENTUM
 from kronfac.step import Transition, agree, compute_step
+from kronfac.transaction import Before
 from kronfac.validation import Validation, in_turn, suspects, validate
 
 
@@ -45,6 +49,37 @@ class SteppingOptimizer(torch.optim.Optimizer):
     _wrapped: bool | None
     """Whether something averages gradients over ranks, as DistributedDataParallel does; None if that is not
     known yet."""
+    _conditions: Conditions
+    _changed: bool
+    """Whether somebody has written to the parameters since the last step."""
+    _before: Before
+    """What an exception in the step that is under way goes back to."""
+
+    def _take_step(self, closure: Callable[[], Any] | None) -> Any:
+        """One step; after an exception or a signal everything is as it was before."""
+        with Waiting():
+            before = self._before = Before(self)
+            try:
+                self._changed = self._conditions.changed(self.network)
+                ended, returned = self._ends_loop(closure)
+                with full_precision(self.network.device) as callers, self._recorder.paused():
+                    result = self._step(None if ended else closure, callers)
+                self._recorder.step()
+                poll()
+            except BaseException as error:
+                if not isinstance(error, RankError):  # which all ranks know of
+                    Processes.current().abandon()
+                before.put_back()
+                raise
+            finally:
+                del self._before  # which has copies
+                self._conditions.leave(self.network)
+        if self.report is not None and self.report is not before.report:
+            if self.report.refused:
+                before.forget_learned()
+            self._warn_of_events(self.report)
+            log_events(self.report)
+        return returned if ended else result
 
     def _step(self, closure: Callable[[], Any] | None, callers: Context) -> Any:
         watch = Stopwatch()
@@ -68,7 +103,6 @@ class SteppingOptimizer(torch.optim.Optimizer):
             if validation is not None and validation.rejected is not None:
                 if closure is None:  # the gradient is that of a point that has been left
                     self.report = self._skip(evaluation, watch, validation)
-                    self._warn_of_events(self.report)
                     return None
                 self._forget_gradients()
                 restore(buffers)
@@ -80,8 +114,10 @@ class SteppingOptimizer(torch.optim.Optimizer):
         if validation is not None:
             events = () if validation.event is None else (validation.event,)
             report = replace(report, next_rho=validation.rho, events=events + report.events)
+        if not report.refused:
+            told = self._conditions.events(evaluation, self._state, report, self._changed)
+            report = replace(report, events=report.events + told)
         self.report = report
-        self._warn_of_events(report)
         return evaluation.returned
 
     def _ends_loop(self, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
@@ -92,7 +128,8 @@ class SteppingOptimizer(torch.optim.Optimizer):
         earlier = self._recorder.records
         if closure is None or not earlier:
             return False, None
-        with torch.enable_grad():
+        self._before.keep_gradients()
+        with torch.enable_grad(), Allowed():
             returned = closure()
         kept = {id(record) for record in self._recorder.records}
         return all(id(record) in kept for record in earlier), returned
@@ -116,6 +153,8 @@ class SteppingOptimizer(torch.optim.Optimizer):
     def _evaluate_loop(self) -> Evaluation | None:
         """What a loop without a closure has computed; None if there is nothing to take a step from."""
         scaling = Scaling.of(self)
+        if scaling.scale is not None:
+            self._before.keep_gradients()
 
         def own() -> Evaluation | None:
             return evaluate_loop(
@@ -175,7 +214,8 @@ class SteppingOptimizer(torch.optim.Optimizer):
             return None, outlier
         if (rejected := validation.rejected) is not None:
             outlier = False  # it was the step
-            if rejected.kept is not None:
+            self._before.keep_parameters()
+            if rejected.kept is not None and not self._changed:
                 evaluation.network.place(rejected.kept.theta)
             else:
                 evaluation.network.move(rejected.delta, -1.0)
@@ -204,6 +244,8 @@ class SteppingOptimizer(torch.optim.Optimizer):
         if isinstance(outcome, RefusedError):
             return self._refusal(evaluation, watch, outcome)
         with watch("commit"):
+            if self._rates:
+                self._before.keep_parameters()
             self.network = evaluation.network
             self.network.learned.compared = True
             self.network.learned.placement = self.network.placement
@@ -223,9 +265,9 @@ class SteppingOptimizer(torch.optim.Optimizer):
     def _become(self, state: State) -> None:
         """Replace the state; a refresh under way that the new one does not go on with is given up."""
         under_way, self._state = self._state.refresh, state
+        self._publish_momentum()
         if under_way is not None and under_way is not state.refresh:
             under_way.outcomes.give_up()
-        self._publish_momentum()
 
     def _publish_momentum(self, anyway: bool = False) -> None:
         """Show the momentum buffer in `state`, where torch looks for what belongs to a parameter.
@@ -254,7 +296,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
             gamma=math.nan if gamma is None else gamma.gamma,
             examples=evaluation.examples,
             seconds=watch.seconds,
-            events=(Event(EventKind.REFUSED, str(refusal)),),
+            events=(Event(refusal.cause, str(refusal)), Event(EventKind.REFUSED, str(refusal))),
         )
 
     def _skip(self, evaluation: Evaluation, watch: Stopwatch, validation: Validation) -> StepReport:

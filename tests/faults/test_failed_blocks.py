@@ -26,7 +26,7 @@ def spoiled(inverse: str) -> KFAC:
     assert not optimizer.report.events
     curvature = optimizer._state.curvature
     blocks = list(curvature.blocks)
-    blocks[BAD] = replace(blocks[BAD], G=blocks[BAD].G - 100 * torch.eye(5))
+    blocks[BAD] = replace(blocks[BAD], G=blocks[BAD].G - 1e6 * torch.eye(5))
     optimizer._state = replace(optimizer._state, curvature=replace(curvature, blocks=tuple(blocks)))
     return optimizer
 

@@ -118,9 +118,6 @@ class Moments(Storable, ABC):
     def size(self) -> int:
         """The number of parameters."""
 
-    symmetric: ClassVar[frozenset[str]] = frozenset()
-    """The fields that are symmetric matrices, if they are matrices."""
-
     def check(self, *units: Layout) -> None:
         """Raise a StateError if they can't be of this unit: of another shape, dtype or size."""
         super().check(*units)

@@ -91,8 +91,6 @@ class DenseMoments(Moments):
     rows: int
     columns: int
 
-    symmetric = frozenset({"M"})
-
     def shapes(self, rows: int, columns: int) -> Shapes:
         """A matrix over the vec of every piece."""
         return {"M": [("pieces", "size", "size")]}

@@ -49,8 +49,6 @@ class KroneckerMoments(Moments):
     A: Tensor  # E[ā āᵀ] (columns, columns)
     G: Tensor  # E[g gᵀ] (rows, rows)
 
-    symmetric = frozenset({"A", "G"})
-
     def shapes(self, rows: int, columns: int) -> Shapes:
         """Square sides, or their diagonals."""
         return {"A": [(columns, columns), (columns,)], "G": [(rows, rows), (rows,)]}

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
+from kronfac.errors import MemoryExhaustedError, NonFiniteError, NotPositiveDefiniteError
 from kronfac.linalg.parallel import LARGE, each
 
 # Multiples of the mean eigenvalue that are added to the diagonal, in float64, when Cholesky fails.
 # The largest is what float32 statistics are uncertain by: beyond it the matrix is not a rounding
 # error away from positive definite but wrong.
 _JITTERS = (0.0, 1e-12, 1e-9, 1e-7, 1e-6)
-Failure = NonFiniteError | NotPositiveDefiniteError
+Failure = NonFiniteError | NotPositiveDefiniteError | MemoryExhaustedError
 LARGE_ON_GPU = 512
 """Rows from which a matrix keeps a GPU busy by itself, and several at a time would only take memory."""
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kronfac.curvature import SummedGradient, Taps
+from kronfac.errors import out_of_memory
 from kronfac.linearization import finite_difference, forward_mode
 from kronfac.linearization.base import Linearization
 from kronfac.network import Matrices, Network, Pass, Uses, dot, record_uses
@@ -179,13 +180,8 @@ def outputs_and_jvp(
             return forward_mode.outputs_and_jvp(network, part, directions)
         except (NotImplementedError, RuntimeError) as error:
             # Operations without a forward-mode derivative; another error comes up again below.
-            lasts = not _out_of_memory(error)
+            lasts = not out_of_memory(error)
         found = finite_difference.outputs_and_jvp(network, part, directions)
         network.learned.forward_mode = not lasts
         return found
     return finite_difference.outputs_and_jvp(network, part, directions)
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Whether this pass had no memory, which another one may have; the error of CPUs has no type."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -20,7 +20,7 @@ from kronfac.network.learned import (
     load_unit,
     save_learned,
 )
-from kronfac.network.side_effects import Buffers
+from kronfac.network.side_effects import Buffers, put_back
 from kronfac.network.unit import Unit, parameters_of
 from kronfac.objective import Objective
 from kronfac.vector import Matrices
@@ -115,14 +115,13 @@ class Network:
 
         In place: so it holds for whatever the model's code does with its parameters.
         """
-        kept = [p.detach().clone() for p in self.parameters]
+        parameters = self.parameters
+        kept = [p.detach().clone() for p in parameters]
         try:
             self.move(delta, factor)
             yield
         finally:
-            with torch.no_grad():
-                for p, value in zip(self.parameters, kept, strict=True):
-                    p.copy_(value)
+            put_back(list(zip(parameters, kept, strict=True)))
 
     def learned_state(self) -> LearnedState:
         """What passes have shown of it, to be saved."""

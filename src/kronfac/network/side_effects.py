@@ -71,6 +71,18 @@ def unseen_writes(tensors: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
+@torch.no_grad()
+def put_back(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write values to tensors; if something is raised in between, all of them once more before that is."""
+    try:
+        for tensor, value in pairs:
+            tensor.copy_(value)
+    except BaseException:
+        for tensor, value in pairs:
+            tensor.copy_(value)
+        raise
+
+
 def hooked(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether one has hooks, which may change its gradient or wait for it."""
     return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
@@ -167,9 +179,9 @@ class Buffers:
 @torch.no_grad()
 def restore(kept: Sequence[Kept]) -> None:
     """Put back what `Buffers.snapshot` has copied; a buffer that was replaced too."""
-    for module, name, buffer, value in kept:
-        buffer.copy_(value)
+    for module, name, buffer, _ in kept:
         module._buffers[name] = buffer
+    put_back([(buffer, value) for _, _, buffer, value in kept])
 
 
 @contextmanager

@@ -85,6 +85,16 @@ class StandingRecorder:
         """What backward passes since the last step have come to, and whose gradients were not dropped."""
         return (*self._arrivals, *self._outputs)
 
+    @property
+    def arrivals(self) -> tuple[Arrival, ...]:
+        """Those of them that are calls of the loss."""
+        return tuple(self._arrivals)
+
+    @property
+    def running(self) -> list[CallRecording | None]:
+        """Calls of the model and the loss that this thread is in."""
+        return self._running.calls
+
     def forget(self) -> None:
         """Drop what was recorded: it has been used, or its gradients were dropped."""
         for arrival in self._arrivals:

@@ -1,0 +1,199 @@
+"""An exception at any operation of a step, or a signal at any line, leaves everything as it was."""
+
+import random
+import signal
+import threading
+from contextlib import suppress
+
+import pytest
+import torch
+
+from tests.failures.injection import AtOperation, Everything, Injected, Run, SignalAtLine, raising
+
+# The first step searches λ₀; the second measures ρ and refreshes; a step with a rejection comes below.
+CASES = [
+    ("perceptron", "own", 0, {}),
+    ("perceptron", "own", 3, {}),
+    ("perceptron", "loop", 2, {"inverse": "block_tridiagonal"}),
+    ("convolutional", "closure", 0, {}),
+    ("convolutional", "closure", 2, {"inverse": "ekfac"}),
+    ("convolutional", "loop", 0, {}),
+    ("convolutional", "loop", 2, {"weight_decay": 1e-3, "lr": 0.5}),
+    ("lstm", "loop", 1, {}),
+    # The step before is rolled back, and with a closure another one is computed.
+    ("perceptron", "own", 1, {"lr": 20.0}),
+    ("convolutional", "closure", 1, {"lr": 20.0}),
+    ("convolutional", "loop", 1, {"lr": 20.0}),
+]
+
+
+def points(count: int, wanted: int, seed: str) -> list[int]:
+    """The first and the last few, where states change hands, and some in between."""
+    chosen = random.Random(seed)
+    ends = {1, 2, 3, *range(count - 5, count + 1)}
+    inner = chosen.sample(range(1, count + 1), min(wanted, count))
+    return sorted({n for n in (*ends, *inner) if 1 <= n <= count})
+
+
+def operations(problem, way, steps, settings) -> int:
+    run = Run.of(problem, way, steps, **settings)
+    with AtOperation() as counter:
+        run.step()
+    return counter.count
+
+
+def assert_all_or_nothing_at_operations(problem, way, steps, settings, wanted) -> None:
+    count = operations(problem, way, steps, settings)
+    run, untroubled = (Run.of(problem, way, steps, **settings) for _ in range(2))
+    start = torch.get_rng_state()
+    before = Everything.of(run.optimizer, gradients=way == "loop")
+    raised = 0
+    for n in points(count, wanted, f"{problem} {way} {steps}"):
+        try:
+            with AtOperation(n):
+                run.step()
+        except Injected:
+            raised += 1
+            before.assert_kept(run.optimizer)
+        else:
+            raise AssertionError(f"operation {n} of {count} raised nothing")
+    assert raised >= 8
+    run.step()
+    assert run.optimizer.report.rejected == (settings.get("lr") == 20)
+    torch.set_rng_state(start)
+    untroubled.step()
+    run.assert_same(untroubled)
+
+
+@pytest.mark.parametrize(("problem", "way", "steps", "settings"), CASES)
+def test_an_exception_at_some_operations(problem, way, steps, settings):
+    assert_all_or_nothing_at_operations(problem, way, steps, settings, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("problem", "way", "steps", "settings"), CASES)
+def test_an_exception_at_many_operations(problem, way, steps, settings):
+    assert_all_or_nothing_at_operations(problem, way, steps, settings, 200)
+
+
+def test_gradients_that_a_grad_scaler_has_scaled_are_scaled_again():
+    def scaled() -> tuple[torch.amp.GradScaler, Run]:
+        run = Run.of("perceptron", "loop", 1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=3.0)  # no power of 2: division rounds
+        run.optimizer.zero_grad()
+        scaler.scale(run.loss(run.optimizer.model, *run.batches[-1])).backward()
+        return scaler, run
+
+    (scaler, run), (other, untroubled) = scaled(), scaled()
+    before = Everything.of(run.optimizer, gradients=True)
+    for n in (20, 100):
+        with pytest.raises(Injected), AtOperation(n):
+            scaler.step(run.optimizer)
+        before.assert_kept(run.optimizer)
+    scaler.step(run.optimizer)
+    other.step(untroubled.optimizer)
+    run.assert_same(untroubled)
+
+
+def test_a_closure_that_ends_a_loop_leaves_the_gradients_before_it():
+    run = Run.of("perceptron", "loop", 1)
+    before = Everything.of(run.optimizer, gradients=True)
+
+    def closure() -> torch.Tensor:
+        value = run.loss(run.optimizer.model, *run.batches[0])
+        value.backward()
+        raise Injected
+
+    with pytest.raises(Injected):
+        run.optimizer.step(closure)
+    before.assert_kept(run.optimizer)
+
+
+# ------------------------------------------------------------------------------------------- signals
+
+
+def assert_all_or_nothing_at_lines(problem, way, steps, settings, wanted, number) -> None:
+    counted = Run.of(problem, way, steps, **settings)
+    with SignalAtLine() as counter:
+        counted.step()
+    count = counter.count
+    run, untroubled = (Run.of(problem, way, steps, **settings) for _ in range(2))
+    start = torch.get_rng_state()
+    with raising(number, Injected):
+        before = Everything.of(run.optimizer, gradients=way == "loop")
+        for n in points(count, wanted, f"{problem} {way} {steps} lines"):
+            # The last lines are those after the step: it may have been taken.
+            with suppress(Injected), SignalAtLine(n, number):
+                run.step()
+            if run.optimizer.report is not before.report:
+                assert n > count - 30, f"the signal at line {n} of {count} was lost"
+                break
+            before.assert_kept(run.optimizer)
+        else:
+            run.step()
+    torch.set_rng_state(start)
+    untroubled.step()
+    run.assert_same(untroubled)
+
+
+SIGNALLED = [
+    ("perceptron", "own", 3, {}, signal.SIGINT),
+    ("convolutional", "closure", 0, {}, signal.SIGTERM),
+    ("convolutional", "loop", 2, {}, signal.SIGINT),
+]
+
+
+@pytest.mark.parametrize(("problem", "way", "steps", "settings", "number"), SIGNALLED)
+def test_a_signal_at_some_lines(problem, way, steps, settings, number):
+    assert_all_or_nothing_at_lines(problem, way, steps, settings, 6, number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("problem", "way", "steps", "settings", "number"), SIGNALLED)
+def test_a_signal_at_many_lines(problem, way, steps, settings, number):
+    assert_all_or_nothing_at_lines(problem, way, steps, settings, 200, number)
+
+
+def test_ctrl_c_in_a_closure_does_not_wait():
+    run = Run.of("perceptron", "closure", 1)
+    before = Everything.of(run.optimizer)
+    reached = []
+
+    def closure():
+        signal.raise_signal(signal.SIGINT)
+        reached.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        run.optimizer.step(closure)
+    assert not reached
+    before.assert_kept(run.optimizer)
+
+
+def test_a_handler_that_does_not_raise_is_called_once_and_the_step_is_taken():
+    run, untroubled = Run.of("perceptron", "loop", 2), Run.of("perceptron", "loop", 2)
+    calls = []
+    former = signal.signal(signal.SIGINT, lambda *given: calls.append(given))
+    try:
+        with SignalAtLine(200):
+            run.step()
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert len(calls) == 1
+    untroubled.step()
+    run.assert_same(untroubled)
+
+
+def test_steps_in_other_threads_leave_signals_alone():
+    run, seen = Run.of("perceptron", "own", 1), []
+    former = signal.getsignal(signal.SIGINT)
+    original = run.optimizer._step
+
+    def look(*given):
+        seen.append(signal.getsignal(signal.SIGINT))
+        return original(*given)
+
+    run.optimizer._step = look
+    thread = threading.Thread(target=run.step)
+    thread.start()
+    thread.join()
+    assert seen == [former]

@@ -1,0 +1,294 @@
+"""What is done about each cause, and the event that says so: docs/failures.md, line by line."""
+
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kronfac
+from kronfac import KFAC, EventKind
+from kronfac.curvature.diagonal import DiagonalOperator
+from kronfac.linalg import spd
+from tests.conftest import mlp, normal
+from tests.faults.steps import FIXED, flat
+from tests.optimizer.runs import Snapshot, closure_of, same
+
+X, Y = normal(40, 4), normal(40, 2, seed=1)
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "failures.md"
+INVERSES = ["block_diagonal", "block_tridiagonal", "ekfac"]
+
+
+def new(model: nn.Module | None = None, **settings) -> KFAC:
+    given = {"inverse_interval": 1, **FIXED, **settings}
+    return KFAC(mlp([4, 5, 5, 2]) if model is None else model, nn.MSELoss(), **given)
+
+
+def step(optimizer: KFAC, x: Tensor = X, y: Tensor = Y) -> list[str]:
+    """The kinds of the events of one step."""
+    optimizer.step(optimizer.closure(x, y))
+    assert all(bool(p.isfinite().all()) for p in optimizer.model.parameters())
+    return [str(event.kind) for event in optimizer.report.events]
+
+
+def test_the_page_has_every_kind_and_no_other():
+    text = PAGE.read_text()
+    named = {kind for kind in map(str, EventKind) if f"`{kind}`" in text}
+    assert named == {str(kind) for kind in EventKind}
+
+
+def test_every_event_is_logged(caplog):
+    optimizer = new()
+    with caplog.at_level(logging.INFO, logger="kronfac"):
+        assert step(optimizer, X, Y * math.nan) == ["nonfinite_loss", "refused"]
+    levels = [(r.name, r.levelname) for r in caplog.records]
+    assert levels == [("kronfac", "INFO")] * 2  # the first one has warned
+    assert "iteration 1: nonfinite_loss: The loss is nan." in caplog.text
+
+
+# ----------------------------------------------------------------------------- decompositions that fail
+
+
+def spoil(optimizer: KFAC, unit: int, by: float) -> None:
+    """Make G of a unit indefinite, in the moving average."""
+    curvature = optimizer._state.curvature
+    blocks = list(curvature.blocks)
+    G = blocks[unit].G
+    blocks[unit] = replace(blocks[unit], G=G - by * torch.eye(len(G), dtype=G.dtype))
+    optimizer._state = replace(optimizer._state, curvature=replace(curvature, blocks=tuple(blocks)))
+
+
+@pytest.mark.parametrize("inverse", INVERSES[:2])
+def test_more_damping_for_the_block_that_needs_it(inverse):
+    optimizer = new(inverse=inverse)
+    assert step(optimizer) == step(optimizer) == []
+    curvature = optimizer._state.curvature
+    blocks = list(curvature.blocks)
+    A, G = blocks[1].A, blocks[1].G.clone()
+    shift = kronfac.FactoredTikhonov().shifts(A, G, FIXED["gamma"].gamma)[1]
+    G[0, 0], G[1, 1] = -30 * shift, G[1, 1] + 60 * shift  # indefinite, with a positive trace
+    blocks[1] = replace(blocks[1], G=G)
+    optimizer._state = replace(optimizer._state, curvature=replace(curvature, blocks=tuple(blocks)))
+    assert step(optimizer) == ["block_damped"]
+    (event,) = optimizer.report.events
+    assert "'2' (" in event.message
+    assert "'0' (" not in event.message
+    dense = optimizer._state.current.inverse.of_unit(1).to_dense()
+    assert float(torch.linalg.eigvalsh(dense)[0]) > 0
+
+
+@pytest.mark.parametrize("inverse", INVERSES[:2])
+def test_then_its_last_good_inverse(inverse):
+    optimizer = new(inverse=inverse)
+    step(optimizer)
+    old = optimizer._state.current.inverse.of_unit(1)
+    spoil(optimizer, 1, 1e6)
+    assert step(optimizer) == ["block_failed"]
+    assert optimizer._state.current.inverse.of_unit(1) is old
+
+
+def failing(monkeypatch, size: int) -> None:
+    """No decomposition of matrices of this size succeeds."""
+
+    def info(A: Tensor, *, out=None, **options):
+        L, code = torch.ops.aten.linalg_cholesky_ex(A, **options)
+        code = code.fill_(1) if A.shape[-1] == size else code
+        if out is None:
+            return L, code
+        out[1].copy_(code)
+        return out[0].copy_(L), out[1]
+
+    original = torch.linalg.eigh
+
+    def eigh(A: Tensor, *given, **options):
+        if A.shape[-1] == size:
+            raise torch.linalg.LinAlgError("as told")
+        return original(A, *given, **options)
+
+    monkeypatch.setattr(spd.torch.linalg, "cholesky_ex", info)
+    monkeypatch.setattr(spd.torch.linalg, "eigh", eigh)
+
+
+@pytest.mark.parametrize("inverse", INVERSES)
+def test_then_the_plain_gradient(inverse, monkeypatch):
+    with monkeypatch.context() as patched:
+        failing(patched, 2)  # G of the last layer
+        optimizer = new(inverse=inverse)
+        before = flat(optimizer.model)
+        assert step(optimizer) == ["block_plain"]
+        assert "'4' (" in optimizer.report.events[0].message
+    piece = optimizer._state.current.inverse.of_unit(2)
+    assert isinstance(piece, DiagonalOperator)
+    assert not torch.equal(before, flat(optimizer.model))
+    # With the length that the mean curvature gives, and along the gradient.
+    block = optimizer._state.curvature.blocks[2]
+    truth = 1 / (block.dense().trace() / block.size + FIXED["gamma"].gamma ** 2)
+    torch.testing.assert_close(piece.scale, truth.expand_as(piece.scale))
+    # A run that is continued from there is the same to the bit, and mends itself.
+    other = new(inverse=inverse)
+    other.model.load_state_dict(optimizer.model.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    assert step(optimizer) == step(other) == []
+    assert same(optimizer.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("inverse", INVERSES)
+def test_an_inverse_that_is_garbage_without_an_error(inverse, monkeypatch):
+    """LAPACK says that all is well, and the result is not finite, or not positive."""
+    for garbage in (math.inf, math.nan, -1.0):
+        with monkeypatch.context() as patched:
+            for module, name in (
+                (kronfac.linalg.kronecker.KroneckerProduct, "mv"),
+                (kronfac.curvature.eigenvalue_corrected.EigenvalueCorrected, "mv"),
+            ):
+                original = getattr(module, name)
+                patched.setattr(module, name, lambda self, V, o=original, g=garbage: o(self, V) * g)
+            optimizer = new(inverse=inverse)
+            assert step(optimizer) == ["block_plain"]
+
+
+# ---------------------------------------------------------------------------------------- out of memory
+
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+    MemoryError(),
+]
+
+
+def without_memory(monkeypatch, inverse: type, error: Exception) -> None:
+    def prepare(self, curvature):
+        raise error
+
+    monkeypatch.setattr(inverse, "prepare", prepare)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("lag", [0, 2])
+def test_no_memory_for_a_refresh(error, lag, monkeypatch):
+    first, optimizer = new(inverse_lag=lag, inverse_interval=4), new(inverse_interval=4)
+    with monkeypatch.context() as patched:
+        without_memory(patched, kronfac.BlockDiagonalInverse, error)
+        assert step(first) == ["out_of_memory", "block_plain"]
+    assert step(first) == []
+    for _ in range(8):
+        step(optimizer)
+    old = optimizer._state.current
+    with monkeypatch.context() as patched:
+        without_memory(patched, kronfac.BlockDiagonalInverse, error)
+        kinds = [step(optimizer) for _ in range(4)]
+    assert ["out_of_memory", "refresh_failed"] in kinds
+    assert optimizer._state.current is old
+
+
+def test_other_errors_of_a_refresh_are_raised_and_change_nothing(monkeypatch):
+    optimizer = new()
+    step(optimizer)
+    before = Snapshot.of(optimizer)
+    without_memory(monkeypatch, kronfac.BlockDiagonalInverse, RuntimeError("a mistake"))
+    with pytest.raises(RuntimeError, match="a mistake"):
+        step(optimizer)
+    before.assert_untouched(optimizer)
+
+
+# ------------------------------------------------------------------------------- told when they begin
+
+
+class Skipping(nn.Module):
+    """A layer that calls may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom, self.top = mlp([4, 4])[0], mlp([4, 2])[0]
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(x if self.skips else torch.tanh(self.bottom(x)))
+
+
+@pytest.mark.filterwarnings("ignore:The closure left no gradient")
+def test_a_layer_that_saw_no_data():
+    optimizer = new(Skipping())
+    closure = closure_of(optimizer, nn.MSELoss(), X, Y)
+    optimizer.step(closure)
+    assert not optimizer.report.events
+    moments = optimizer._state.curvature.blocks[0]
+    optimizer.model.skips = True
+    told = []
+    for _ in range(2):
+        optimizer.step(closure)
+        told.append([str(event.kind) for event in optimizer.report.events])
+    assert told == [["no_data"], []]
+    assert same(vars(optimizer._state.curvature.blocks[0]), vars(moments))
+
+
+def test_dead_units_and_constant_inputs():
+    model = mlp([4, 5, 2], "relu")
+    with torch.no_grad():
+        model[0].bias[:2] = -1e3
+    x = X.clone()
+    x[:, 1] = 0.3
+    optimizer = new(model)
+    assert step(optimizer, x) == ["dead_units", "constant_inputs"]
+    dead, constant = (event.message for event in optimizer.report.events)
+    assert "2 of 5 in '0'" in dead
+    assert "1 of 4 in '0'" in constant
+    assert "2 of 5 in '2'" in constant
+    assert step(optimizer, x) == []  # told
+
+
+def test_a_batch_of_one():
+    optimizer = new()
+    step(optimizer)
+    kinds = [step(optimizer, X[:1], Y[:1]), step(optimizer, X[1:2], Y[1:2]), step(optimizer)]
+    assert kinds == [["batch_of_one"], [], []]
+
+
+def test_a_gradient_of_zero():
+    model = mlp([4, 5, 2])
+    optimizer = new(model)
+    with torch.no_grad():
+        y = model(X)
+    before = flat(model)
+    assert step(optimizer, X, y) == ["zero_gradient"]
+    assert torch.equal(flat(model), before)
+
+
+def test_parameters_changed_behind_our_back():
+    optimizer = new()
+    step(optimizer)
+    assert step(optimizer) == []
+    with torch.no_grad():
+        optimizer.model[0].weight.clamp_(-0.1, 0.1)
+    assert step(optimizer) == ["parameters_changed"]
+    assert step(optimizer) == []
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.model.load_state_dict(optimizer.model.state_dict())
+    assert step(optimizer) == []
+
+
+def test_a_rollback_does_not_undo_what_others_did():
+    """The step before is subtracted; that θ was kept for it is no reason to put that back."""
+    optimizer = KFAC(mlp([4, 5, 2]), nn.MSELoss(), lr=50.0)
+    before = flat(optimizer.model)
+    optimizer.step(optimizer.closure(X, Y))
+    pending = optimizer._state.acceptance.pending
+    kept = kronfac.control.Kept(optimizer.network.theta(), None)  # other than the θ before
+    optimizer._state = replace(
+        optimizer._state,
+        acceptance=replace(optimizer._state.acceptance, pending=replace(pending, kept=kept)),
+    )
+    with torch.no_grad():
+        for p in optimizer.model.parameters():
+            p.add_(1e-3)
+    places = []
+    original = optimizer.network.place
+    object.__setattr__(optimizer.network, "place", lambda theta: places.append(original(theta)))
+    optimizer.step(optimizer.closure(X, Y))
+    assert optimizer.report.rejected
+    assert "parameters_changed" in [event.kind for event in optimizer.report.events]
+    assert not places
+    assert not torch.equal(flat(optimizer.model), before)
