@@ -39,7 +39,7 @@ class Conditions:
         """
         return self._left is not None and self._left != _marks(network)
 
-    def events(
+    def notes(
         self, evaluation: Evaluation, state: State, report: StepReport, changed: bool
     ) -> tuple[Event, ...]:
         """What is to be said after a step that was taken."""
@@ -93,7 +93,7 @@ def _singular(units: Sequence[Unit], curvature: Curvature) -> Found:
         still = d_A == 0
         if (
             A.dim() == 2 and len(unit.parameters) == 2
-        ):  # with a bias, whose input is 1 in the last column
+        ):  # a bias, whose input is 1, in the last column
             mean = A[:, -1]
             variance = d_A - mean.square()
             still = still | (variance <= len(A) * torch.finfo(A.dtype).eps * d_A)

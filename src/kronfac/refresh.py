@@ -98,9 +98,11 @@ class Computed:
         if self._future is None or self._process != os.getpid():
             return None
         try:
-            return self._future.result()
-        except Exception:  # out of memory, perhaps; a step can be tried again
+            done = self._future.result()
+        except Exception:  # a step can be tried again
             return None
+        # Beside the training there may be no memory that there is after it.
+        return None if any(isinstance(o, MemoryExhaustedError) for o in done) else done
 
     def _compute(self) -> Iterator[Outcome]:
         """One at a time, so that memory need not hold them all."""

@@ -1,7 +1,7 @@
 """Blocks without a usable inverse, each by itself: more damping, its last inverse, the plain gradient.
 
-float64 and jitter have been tried before (`linalg/spd.py`). An inverse is usable if gᵀF̆⁻¹g is finite and
-not negative for the gradient g that it is to multiply: a decomposition may fail without a word.
+float64 and jitter have been tried before (`linalg/spd.py`). An inverse is usable if all of its numbers are
+finite: a decomposition may fail without a word.
 """
 
 import math
@@ -17,6 +17,7 @@ from kronfac.curvature.inverse import ChainOperator, Failed, Piece
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.network import Matrices, Unit
 from kronfac.report import Event, EventKind
+from kronfac.storage import tensors_in
 
 MORE_DAMPING = (10.0, 100.0)
 """Factors of γ that are tried, one after the other, for a block that has no inverse."""
@@ -32,16 +33,18 @@ def repair(
     gradient: Matrices,
 ) -> tuple[DampedInverse, list[Event]]:
     """The inverse with something usable in the place of every block that is not; and what that is."""
-    damped = _without_unusable(damped, gradient)
+    damped = _without_unusable(damped)
+    if not damped.failures:
+        return damped, []
     events: dict[EventKind, list[str]] = {}
     mended: dict[int, Piece] = {}
     for n, message in damped.failures:
         named = f"{units[n].name!r} ({message})"
-        piece = _more_damped(strategy, curvature, gamma, n, gradient)
+        piece = _more_damped(strategy, curvature, gamma, n)
         kind = EventKind.BLOCK_DAMPED
         if piece is None:
             piece, kind = None if old is None else old.of_unit(n), EventKind.BLOCK_FAILED
-        if piece is None or not usable(piece, (gradient[n],)):
+        if piece is None or not usable(piece):
             piece, kind = plain(curvature, gamma, n, gradient), EventKind.BLOCK_PLAIN
         mended[n] = piece
         events.setdefault(kind, []).append(named)
@@ -71,39 +74,29 @@ def plain(curvature: Curvature, gamma: float, n: int, gradient: Matrices) -> Dia
     return DiagonalOperator(torch.full_like(gradient[n], scale))
 
 
-def usable(piece: Piece, gradient: Matrices) -> bool:
-    """Whether gᵀF̆⁻¹g is finite and not negative; too large a g is no fault of the inverse."""
+def usable(piece: Piece) -> bool:
+    """Whether all numbers of an inverse are finite."""
     if isinstance(piece, Failed):
         return False
-    products = (
-        piece.mv_chain(gradient) if isinstance(piece, ChainOperator) else (piece.mv(gradient[0]),)
-    )
-    pairs = zip(products, gradient, strict=True)
-    form = float(torch.stack([torch.dot(U.reshape(-1), V.reshape(-1)) for U, V in pairs]).sum())
-    if math.isfinite(form):
-        return form >= 0
-    return all(bool(U.isfinite().all()) for U in products)
+    finite = [t.isfinite().all() for t in tensors_in(piece)]
+    return not finite or bool(torch.stack(finite).all())
 
 
-def _without_unusable(damped: DampedInverse, gradient: Matrices) -> DampedInverse:
+def _without_unusable(damped: DampedInverse) -> DampedInverse:
     """The inverse with `Failed` for units whose operator is unusable; a chain is divided at all of its."""
     pieces: list[Piece] = []
-    start = 0
     for piece in damped.pieces:
-        length = piece.length if isinstance(piece, ChainOperator) else 1
-        part = tuple(gradient[start : start + length])
-        if isinstance(piece, Failed) or usable(piece, part):
+        if isinstance(piece, Failed) or usable(piece):
             pieces.append(piece)
-        elif not all(bool(V.isfinite().all()) for V in part):
-            pieces.append(piece)  # the step is refused
         else:
-            pieces += [Failed("its inverse is not finite, or not positive definite")] * length
-        start += length
-    return replace(damped, pieces=tuple(pieces))
+            length = piece.length if isinstance(piece, ChainOperator) else 1
+            pieces += [Failed("its inverse is not finite")] * length
+    unchanged = all(a is b for a, b in zip(pieces, damped.pieces, strict=False))
+    return damped if unchanged else replace(damped, pieces=tuple(pieces))
 
 
 def _more_damped(
-    strategy: ApproximateInverse, curvature: Curvature, gamma: float, n: int, gradient: Matrices
+    strategy: ApproximateInverse, curvature: Curvature, gamma: float, n: int
 ) -> Piece | None:
     if isinstance(strategy, DampedByUnit):
         strategy = replace(strategy, extra=(strategy.extra[n],))
@@ -113,7 +106,7 @@ def _more_damped(
             (piece,) = strategy.prepare(alone).damped(factor * gamma).pieces
         except (NonFiniteError, NotPositiveDefiniteError):
             continue
-        if usable(piece, (gradient[n],)):
+        if usable(piece):
             return piece
     return None
 

@@ -121,6 +121,9 @@ class StepReport:
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall-clock time by part. On an accelerator, work is queued: only the sum means something."""
     events: tuple[Event, ...] = ()
+    """What went wrong, and what was done about it."""
+    notes: tuple[Event, ...] = ()
+    """What is out of the ordinary in data or network, when it begins; nothing went wrong."""
 
     @property
     def refused(self) -> bool:
@@ -176,7 +179,7 @@ _LOUD = {
 
 def log_events(report: StepReport) -> None:
     """Log what happened in a step to the logger `"kronfac"`."""
-    for event in report.events:
+    for event in (*report.events, *report.notes):
         level = logging.WARNING if event.kind in _LOUD else logging.INFO
         LOGGER.log(level, "iteration %d: %s: %s", report.iteration, event.kind, event.message)
 

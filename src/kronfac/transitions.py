@@ -115,8 +115,8 @@ class SteppingOptimizer(torch.optim.Optimizer):
             events = () if validation.event is None else (validation.event,)
             report = replace(report, next_rho=validation.rho, events=events + report.events)
         if not report.refused:
-            told = self._conditions.events(evaluation, self._state, report, self._changed)
-            report = replace(report, events=report.events + told)
+            notes = self._conditions.notes(evaluation, self._state, report, self._changed)
+            report = replace(report, notes=notes)
         self.report = report
         return evaluation.returned
 
