@@ -128,6 +128,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "world_command",
                 "what up to thousands of processes would take on a large transformer, planned",
             ),
+            "ranks": Command(
+                "bench.ranks",
+                "RanksConfig",
+                "ranks_command",
+                "steps in 1, 2 and 4 processes: seconds, bytes and memory beside the plan's",
+            ),
             "ordinary": Command(
                 "bench.ordinary",
                 "OrdinaryConfig",

@@ -1,0 +1,210 @@
+"""`kronfac bench ranks`: steps in 1, 2 and 4 real processes, beside what the plan says of them.
+
+Bytes are those that the loopback interface counts, over all processes: what really travels, with the
+headers of every packet. CPU time is that of the busiest process, because processes share the processors.
+"""
+
+import json
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+from kronfac import KFAC, World, plan
+from kronfac.planning.live_bytes import LiveBytes
+from kronfac_experiments.config import hint
+from kronfac_experiments.options import at_least, command_line
+from kronfac_experiments.pages.document import Document, Table, spread
+from kronfac_experiments.pages.publish import publish
+
+LOOPBACK = "lo"
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class RanksConfig:
+    """Seconds, bytes and memory of a step in several processes, beside the plan's."""
+
+    processes: tuple[int, ...] = (1, 2, 4)
+    """Numbers of processes, each with its part of the mini-batch."""
+    widths: tuple[int, ...] = (784, 500, 250, 10)
+    """Units of the layers of a perceptron."""
+    batch: int = 2048
+    """Examples of the mini-batch of all processes together."""
+    warm_up: int = 22
+    """Steps before: λ settles in the first twenty, with a measurement of ρ in each."""
+    steps: int = 20
+    """Steps of a repeat: as many as lie between two refreshes."""
+    repeats: int = 3
+    """Repeats; their median, smallest and largest are shown."""
+    seed: int = 0
+    """Seed of parameters and data."""
+    run_dir: Annotated[Path | None, hint("DIR", "runs/bench-ranks")] = None
+    """Folder for the measurements (JSON) and the page."""
+    output: Annotated[Path | None, hint("FILE.md", "none")] = None
+    """Write the table there, too, as Markdown."""
+
+    def __post_init__(self) -> None:
+        for name in ("processes", "widths", "batch", "steps", "repeats"):
+            at_least(1, **{name: getattr(self, name)})
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """One rank, measured."""
+
+    cpu: list[float]
+    """CPU seconds of a step, a repeat each."""
+    wall: list[float]
+    """Seconds of a step, a repeat each."""
+    travelled: list[float]
+    """Bytes on the loopback interface in a step, those of all processes, a repeat each."""
+    peak: int
+    """Bytes that live at the most in a step with a refresh."""
+
+
+def ranks_command(config: RanksConfig) -> list[Path]:
+    """Run the processes; show and write what they took."""
+    console = Console(highlight=False, soft_wrap=True)
+    found = {}
+    for size in config.processes:
+        console.print(f"{size} processes")
+        found[size] = _run(config, size)
+    rows = []
+    for size, ranks in found.items():
+        model, x, y = _problem(config)
+        own = plan(model, nn.CrossEntropyLoss(), x, y, world=World(size)).world
+        assert own is not None
+        busiest = max(ranks, key=lambda run: median(run.cpu))
+        each = [t / size / MB for t in ranks[0].travelled]
+        rows.append(
+            (
+                f"{size}",
+                spread([1e3 * s for s in busiest.cpu], lambda ms: f"{ms:.0f}"),
+                f"{1e3 * sum(own.computation.values()):.0f}",
+                spread([1e3 * max(w) for w in zip(*(r.wall for r in ranks), strict=True)], str_ms),
+                spread(each, lambda mb: f"{mb:.2f}"),
+                f"{sum(own.bytes.values()) / MB:.2f}",
+                f"{max(run.peak for run in ranks) / MB:.1f}",
+                f"{own.memory.total / MB:.1f}",
+            )
+        )
+    columns = (
+        "processes",
+        "CPU ms of a step, busiest",
+        "planned",
+        "ms of a step",
+        "MB sent by a process in a step",
+        "planned",
+        "MB held",
+        "planned",
+    )
+    note = (
+        "Median (smallest – largest) of the repeats. One thread in each process. Processes share the "
+        "processors of one machine, so that ms of a step say little for more of them than there are. Bytes "
+        "by the counters of the loopback interface, divided by the processes; memory: bytes of tensors "
+        "that live at once in a step with a refresh."
+    )
+    folder = config.run_dir or Path("runs") / "bench-ranks"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "ranks.json"
+    path.write_text(
+        json.dumps({s: [asdict(run) for run in ranks] for s, ranks in found.items()}, indent=1)
+    )
+    document = Document(
+        title="Steps in several processes",
+        command=command_line("bench ranks", config),
+        settings=(
+            f"Perceptron {'-'.join(map(str, config.widths))}, float32, mini-batch {config.batch} over all "
+            f"processes, plain model, gloo on loopback, {config.repeats} × {config.steps} steps after "
+            f"{config.warm_up}, seed {config.seed}, torch {torch.__version__}."
+        ),
+        tables=(Table("Measured and planned", columns, rows, note),),
+    )
+    return publish(document, path, config.output, console)
+
+
+def str_ms(ms: float) -> str:
+    """Milliseconds as a table has them."""
+    return f"{ms:.0f}"
+
+
+def _problem(config: RanksConfig) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(config.seed)
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(config.widths, config.widths[1:], strict=False):
+        layers += [nn.Linear(inputs, outputs), nn.Tanh()]
+    x = torch.randn(config.batch, config.widths[0])
+    y = torch.randint(config.widths[-1], (config.batch,))
+    return nn.Sequential(*layers[:-1]), x, y
+
+
+def _run(config: RanksConfig, size: int) -> list[RankRun]:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (size, folder, asdict(config))
+        spawn(_rank, args=arguments, nprocs=size)
+        files = [Path(folder) / f"{rank}.json" for rank in range(size)]
+        return [RankRun(**json.loads(file.read_text())) for file in files]
+
+
+def _rank(rank: int, size: int, folder: str, given: dict[str, object]) -> None:
+    """One process."""
+    torch.set_num_threads(1)
+    config = RanksConfig(**given)  # type: ignore[arg-type]
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    run = _measure(config, rank, size)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(asdict(run)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure(config: RanksConfig, rank: int, size: int) -> RankRun:
+    model, x, y = _problem(config)
+    part = slice(rank * config.batch // size, (rank + 1) * config.batch // size)
+    x, y = x[part], y[part]
+    optimizer = KFAC(model, nn.CrossEntropyLoss())
+    for _ in range(config.warm_up):
+        optimizer.step(optimizer.closure(x, y))
+    cpu, wall, travelled = [], [], []
+    for _ in range(config.repeats):
+        dist.barrier()
+        counted, began, used = _loopback(), time.perf_counter(), time.process_time()
+        for _ in range(config.steps):
+            optimizer.step(optimizer.closure(x, y))
+        cpu.append((time.process_time() - used) / config.steps)
+        wall.append((time.perf_counter() - began) / config.steps)
+        dist.barrier()
+        travelled.append((_loopback() - counted) / config.steps)
+    return RankRun(cpu, wall, travelled, _peak(config, rank, size))
+
+
+def _peak(config: RanksConfig, rank: int, size: int) -> int:
+    """Bytes that live in the first steps, each of which refreshes the inverse."""
+    with LiveBytes() as live:
+        model, x, y = _problem(config)
+        part = slice(rank * config.batch // size, (rank + 1) * config.batch // size)
+        data = x.numel() * x.element_size() + y.numel() * y.element_size()
+        x, y = x[part].clone(), y[part].clone()
+        optimizer = KFAC(model, nn.CrossEntropyLoss())
+        optimizer.step(optimizer.closure(x, y))
+        live.course.clear()
+        optimizer.step(optimizer.closure(x, y))
+    return int(max(live.course)) - data
+
+
+def _loopback() -> int:
+    """Bytes that the loopback interface has sent so far."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == LOOPBACK:
+            return int(numbers.split()[8])
+    return 0

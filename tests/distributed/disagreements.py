@@ -1,0 +1,145 @@
+"""Ranks that fail or do something else than the others: what every rank finds then."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from kronfac import KFAC
+from kronfac.errors import RankError
+from tests.distributed.cases import flat, perceptron, regression
+from tests.distributed.ranks import Case
+
+EXAMPLES = 12
+
+
+class BrokenError(RuntimeError):
+    """A fault of one rank."""
+
+
+def batch(k: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    x, y = regression(k, EXAMPLES)
+    own = slice(rank * EXAMPLES // size, (rank + 1) * EXAMPLES // size)
+    return x[own], y[own]
+
+
+def attempt(take: Callable[[], Any]) -> str:
+    """What a step raises; nothing if it is taken."""
+    try:
+        take()
+    except (RankError, BrokenError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def steps(optimizer: KFAC, rank: int, size: int, number: int, start: int = 0) -> None:
+    for k in range(start, start + number):
+        optimizer.step(optimizer.closure(*batch(k, rank, size)))
+
+
+def fail_once(rank: int, size: int, fault: Callable[[KFAC, int, int], str]) -> Mapping[str, Any]:
+    """Three steps, a fault on the last rank, three steps; and the same without a fault."""
+    found: dict[str, Any] = {}
+    for name in ("disturbed", "undisturbed"):
+        model = perceptron().double()
+        optimizer = KFAC(model, nn.MSELoss())
+        steps(optimizer, rank, size, 3)
+        if name == "disturbed":
+            before = flat(model)
+            found["said"] = fault(optimizer, rank, size)
+            found["moved"] = not torch.equal(flat(model), before)
+            found["refused"] = optimizer.report is not None and optimizer.report.refused
+        steps(optimizer, rank, size, 3, start=3)
+        found[name] = flat(model)
+    return found
+
+
+def closure_raises(optimizer: KFAC, rank: int, size: int) -> str:
+    x, y = batch(9, rank, size)
+    inner = optimizer.closure(x, y)
+
+    def closure() -> Tensor:
+        if rank == size - 1:
+            raise BrokenError("no more examples")
+        return inner()
+
+    return attempt(lambda: optimizer.step(closure))
+
+
+def statistics_raise(optimizer: KFAC, rank: int, size: int) -> str:
+    """As if one rank had no memory left in the middle of a step."""
+    x, y = batch(9, rank, size)
+    fault = {"side_effect": BrokenError("no memory left")} if rank == size - 1 else {}
+    if not fault:
+        return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
+    with patch("kronfac.step.estimate", **fault):
+        return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
+
+
+def commit_raises(optimizer: KFAC, rank: int, size: int) -> str:
+    """After the last number of a step is known, and before the ranks have agreed on it."""
+    x, y = batch(9, rank, size)
+    if rank < size - 1:
+        return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
+    with patch("kronfac.transitions.agree", side_effect=BrokenError("at the last moment")):
+        return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
+
+
+def one_is_not_finite(optimizer: KFAC, rank: int, size: int) -> str:
+    x, y = batch(9, rank, size)
+    if rank == size - 1:
+        x = x * float("nan")
+    return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
+
+
+def other_parameters(rank: int, size: int) -> Mapping[str, Any]:
+    torch.manual_seed(rank)
+    model = nn.Linear(5, 3).double()
+    before = flat(model)
+    optimizer = KFAC(model, nn.MSELoss())
+    said = attempt(lambda: steps(optimizer, rank, size, 1))
+    return {"said": said, "moved": not torch.equal(flat(model), before)}
+
+
+def other_network(rank: int, size: int) -> Mapping[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3, bias=rank > 0).double()
+    optimizer = KFAC(model, nn.MSELoss())
+    return {"said": attempt(lambda: steps(optimizer, rank, size, 1))}
+
+
+def other_place(rank: int, size: int) -> Mapping[str, Any]:
+    """One rank has a penalty in its closure, and measures ρ by calling it: the others do not."""
+    model = perceptron().double()
+    optimizer = KFAC(model, nn.MSELoss())
+    x, y = batch(0, rank, size)
+    if rank:
+        return {"said": attempt(lambda: optimizer.step(optimizer.closure(x, y)))}
+    with patch("kronfac.step.find_place", return_value=None):  # it leaves out a message
+        return {"said": attempt(lambda: optimizer.step(optimizer.closure(x, y)))}
+
+
+def killed(rank: int, size: int) -> Mapping[str, Any]:
+    """The last rank dies in a closure; the case to end with."""
+    model = perceptron().double()
+    optimizer = KFAC(model, nn.MSELoss())
+    steps(optimizer, rank, size, 2)
+    before = flat(model)
+    if rank == size - 1:
+        os._exit(0)
+    start = time.monotonic()
+    said = attempt(lambda: steps(optimizer, rank, size, 1, start=2))
+    seconds = time.monotonic() - start
+    return {"said": said, "moved": not torch.equal(flat(model), before), "seconds": seconds}
+
+
+FAULTS = (closure_raises, statistics_raise, commit_raises, one_is_not_finite)
+CASES: dict[str, Case] = {fault.__name__: partial(fail_once, fault=fault) for fault in FAULTS}
+CASES |= {case.__name__: case for case in (other_parameters, other_network, other_place)}
+DEADLY: dict[str, Case] = {"killed": killed}
+CASES |= DEADLY

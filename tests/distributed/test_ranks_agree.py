@@ -1,0 +1,64 @@
+"""What happens on one rank is decided alike on all of them, and none waits for ever."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.disagreements import CASES, DEADLY, FAULTS
+from tests.distributed.test_equal_steps import run
+
+SIZE = 3
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("disagreements")
+    return run(folder, [name for name in CASES if name not in DEADLY], (SIZE,))
+
+
+def load(folder: Path, name: str, ranks: int = SIZE) -> list[dict[str, Any]]:
+    files = [folder / f"{name}-{SIZE}-{rank}.pt" for rank in range(ranks)]
+    return [torch.load(file, weights_only=True) for file in files]
+
+
+@pytest.mark.parametrize("name", [fault.__name__ for fault in FAULTS])
+def test_no_rank_takes_a_step_that_one_of_them_can_not_take(found: Path, name: str) -> None:
+    for rank in load(found, name):
+        assert not rank["moved"]
+        assert torch.equal(rank["disturbed"], rank["undisturbed"])
+
+
+@pytest.mark.parametrize("name", ["closure_raises", "statistics_raise", "commit_raises"])
+def test_an_exception_is_told_to_all_ranks(found: Path, name: str) -> None:
+    *others, broken = load(found, name)
+    assert broken["said"].startswith("BrokenError")
+    for rank in others:
+        assert rank["said"].startswith(f"RankError: Rank {SIZE - 1} has failed")
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_refuses_the_step_on_all(found: Path) -> None:
+    for rank in load(found, "one_is_not_finite"):
+        assert not rank["said"]
+        assert rank["refused"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("other_parameters", "start from different parameters"),
+        ("other_network", "different networks"),
+        ("other_place", "different places"),
+    ],
+)
+def test_ranks_that_do_not_do_the_same_are_told(found: Path, name: str, message: str) -> None:
+    for rank in load(found, name):
+        assert message in rank["said"]
+
+
+def test_the_death_of_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
+    run(tmp_path, list(DEADLY), (SIZE,))
+    for rank in load(tmp_path, "killed", SIZE - 1):
+        assert "has ended" in rank["said"]
+        assert not rank["moved"]
