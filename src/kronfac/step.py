@@ -30,6 +30,9 @@ from kronfac.report import Event, EventKind, StepReport, Stopwatch
 from kronfac.settings import Settings
 from kronfac.state import CurrentInverse, State, initial_gamma
 
+UNSEEN_RADIUS = 1.0
+"""The largest Fisher norm of a step for each term, if no step can be validated: δᵀFδ/2 is about by how much
+predictive distributions change (Kullback–Leibler), half a nat of the average term."""
 SUBSET_SEEDS = 1_000_003
 """Iterations until the seeds of the subsets repeat those of another seed."""
 
@@ -78,7 +81,7 @@ def compute_step(
         step_state,
         m,
         watch,
-        settings.clip,
+        _radius(settings, evaluation),
         some.around,
         None if some.place is None else some.place.fisher,
     )
@@ -176,6 +179,21 @@ def compute_step(
             events=tuple(events),
         ),
     )
+
+
+def _radius(settings: Settings, evaluation: Evaluation) -> float | None:
+    """The largest Fisher norm of a step; None for any.
+
+    Without a loss that can be had elsewhere λ does not follow it, and nothing rejects a step that is far
+    too long. Predictive distributions of classes have a scale of their own to limit it by.
+    """
+    weight = 0.0
+    if not evaluation.comparable():
+        weight = evaluation.resolution / torch.finfo(evaluation.network.dtype).eps
+    if not weight:
+        return settings.clip
+    radius = UNSEEN_RADIUS * math.sqrt(weight)
+    return radius if settings.clip is None else min(radius, settings.clip)
 
 
 def agree(world: Ranks, outcome: Transition | RefusedError) -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import kronfac
 from kronfac import KFAC
-from tests.loop.loops import PROBLEMS, step_without_closure
+from tests.loop.loops import PROBLEMS, Gpt, step_without_closure
 
 PROBLEM = PROBLEMS["perceptron"]
 
@@ -69,3 +69,21 @@ def test_a_loss_that_is_seen_again_is_not_compared_with_nothing() -> None:
     noise = optimizer._state.acceptance.noise
     assert noise is not None
     assert noise < 1e-5
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_language_model_with_a_functional_loss_does_not_diverge(reduction: str) -> None:
+    """No step is validated: predictive distributions may not change by more than half a nat a token."""
+    torch.manual_seed(0)
+    model = Gpt(50, 64)
+    optimizer = KFAC(model, nn.CrossEntropyLoss(reduction=reduction))
+    losses = []
+    for _ in range(30):
+        tokens = (torch.randint(50, (16, 1)) + torch.arange(17) * 3) % 50
+        logits = model(tokens[:, :-1]).flatten(0, 1)
+        loss = functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction=reduction)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.1 * losses[0]
