@@ -1,8 +1,11 @@
 """Ranks that are killed: `python -m tests.experiments.killed_ranks FOLDER RANKS KILLS SEED WORDS…`.
 
 Runs `kronfac train WORDS… --run-dir FOLDER/whole` on so many ranks, and the same in FOLDER/killed, where a
-random rank is killed (SIGKILL) at a random time, as often as is asked for, and all are started again. It
-does to the ranks what `torchrun --max-restarts` does, with the same environment; but one interpreter
+random rank is killed (SIGKILL) at a random time, as often as is asked for, and all are started again: most
+times some iterations on, in some cases also on the way to the first one. The last line of the output says
+how many rows the run had written each time.
+
+It does to the ranks what `torchrun --max-restarts` does, with the same environment; but one interpreter
 imports everything and forks all ranks, so that a start takes no time.
 """
 
@@ -75,30 +78,48 @@ def wait(children: Sequence[int], seconds: float) -> list[int]:
     return [codes[child] for child in children]
 
 
-def run_killed(ranks: int, words: Sequence[str], kills: int, seed: int, duration: float) -> int:
-    """Train, killing ranks on the way; how often that was."""
+def run_killed(run: Path, ranks: int, words: Sequence[str], kills: int, seed: int) -> list[int]:
+    """Train, killing ranks on the way; the rows that the run had written at each time."""
     generator = random.Random(seed)
-    done = 0
+    whole = rows(run.with_name("whole"))
+    killed: list[int] = []
     for starts in range(100):
-        children = start(ranks, words, starts)
-        if done == kills:
+        children = start(ranks, [*words, str(run)], starts)
+        if len(killed) == kills:
             assert wait(children, 600.0) == [0] * ranks
-            return done
-        time.sleep(generator.uniform(0.0, 1.5 * duration / kills))
+            return killed
+        if generator.random() < 0.2:  # at any time from the start on
+            time.sleep(generator.expovariate(0.5))
+        else:
+            further = generator.randint(1, max(1, 2 * whole // kills - 1))
+            wait_for_rows(run, rows(run) + further, children)
+            time.sleep(generator.uniform(0.0, 0.1))
+        written = rows(run)
         os.kill(generator.choice(children), signal.SIGKILL)
         for child in children:  # as torchrun does
             os.kill(child, signal.SIGTERM)
         codes = wait(children, PATIENCE)
         if not any(codes):  # they had come to the end
-            return done
-        done += -signal.SIGKILL in codes
+            return killed
+        if -signal.SIGKILL in codes:
+            killed.append(written)
     raise AssertionError("it never ended")
+
+
+def rows(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+
+
+def wait_for_rows(run: Path, count: int, children: Sequence[int]) -> None:
+    """Until so many rows are written, or a rank has ended."""
+    how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while rows(run) < count and not any(os.waitid(os.P_PID, child, how) for child in children):
+        time.sleep(0.005)
 
 
 if __name__ == "__main__":
     folder, ranks, kills, seed = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     words = ["train", *sys.argv[5:], "--run-dir"]
-    began = time.monotonic()
     assert wait(start(ranks, [*words, str(folder / "whole")], 0), 600.0) == [0] * ranks
-    took = time.monotonic() - began
-    print("kills:", run_killed(ranks, [*words, str(folder / "killed")], kills, seed, took))
+    print("killed at rows:", *run_killed(folder / "killed", ranks, words, kills, seed))

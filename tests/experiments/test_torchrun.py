@@ -106,7 +106,7 @@ def test_every_optimizer_ends_where_one_process_does(words, tmp_path):
 
 
 def killed(folder, count, kills, seed, *words):
-    """Two runs, in one of which ranks were killed; how often."""
+    """Two runs, in one of which ranks were killed; the rows that it had each time."""
     command = ("tests.experiments.killed_ranks", folder, count, kills, seed, *words)
     done = subprocess.run(
         [sys.executable, "-m", *map(str, command)],
@@ -118,12 +118,12 @@ def killed(folder, count, kills, seed, *words):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return int(done.stdout.rsplit("kills: ", 1)[1])
+    return [int(n) for n in done.stdout.rsplit("killed at rows:", 1)[1].split()]
 
 
 def test_two_ranks_of_which_one_is_killed_end_as_undisturbed_ones(tmp_path):
     words = ("--data", write_cases(tmp_path), *TINY, "--batch", 41, "--iterations", 20)
-    assert killed(tmp_path, 2, 3, 0, *words, "--checkpoint-every", 0) >= 1
+    assert any(killed(tmp_path, 2, 3, 0, *words, "--checkpoint-every", 0))
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -140,7 +140,7 @@ KINDS = {
 @pytest.mark.parametrize("seed", [1, 2])
 def test_four_ranks_that_are_killed_end_as_undisturbed_ones(kind, seed, tmp_path):
     words = ("--data", write_cases(tmp_path), *TINY, *KINDS[kind].split(), "--iterations", 30)
-    assert killed(tmp_path, 4, 10, seed, *words, "--checkpoint-every", 0) >= 3
+    assert len(killed(tmp_path, 4, 10, seed, *words, "--checkpoint-every", 0)) >= 5
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -148,8 +148,7 @@ def test_four_ranks_that_are_killed_end_as_undisturbed_ones(kind, seed, tmp_path
 def test_four_ranks_on_mnist_of_which_one_is_killed_ten_times(real_data, tmp_path):
     """Issue: it ends at the same parameters as an undisturbed one, bit for bit."""
     words = ("mnist16", "--threads", 1, "--no-tensorboard", "--batch", 400, "--iterations", 30)
-    count = killed(tmp_path, 4, 10, 3, *words, "--checkpoint-every", 0)
-    assert count >= 8
+    assert len(killed(tmp_path, 4, 10, 3, *words, "--checkpoint-every", 0)) == 10
     assert_same_run(tmp_path / "whole", tmp_path / "killed", pictures=False)
 
 

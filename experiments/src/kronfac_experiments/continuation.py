@@ -30,7 +30,9 @@ def _begun(config: TrainConfig, saved: TrainConfig) -> TrainConfig:
     Raises:
         RunError: what is in the folder is another run.
     """
-    given, was = _flat(replace(config, optimizer=config.optimizer.lower())), _flat(saved)
+    # A saved configuration has no folder: it is in it.
+    given = _flat(replace(config, optimizer=config.optimizer.lower(), run_dir=None))
+    was = _flat(saved)
     if any(given[name] not in (None, was[name]) for name in given):
         run_directory.check_new(config.folder)
     return replace(saved, resume=config.folder)
