@@ -91,7 +91,6 @@ def assert_close(one, two):
     [
         "--optimizer adamw",
         "--optimizer nag --average 7",
-        "--optimizer lbfgs",
         "--inverse block_tridiagonal --preset paper --average 5",
         "--inverse ekfac --batch adaptive",
     ],
