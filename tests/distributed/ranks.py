@@ -60,10 +60,14 @@ def _fork(folder: Path, store: Path, rank: int, size: int, cases: Mapping[str, C
 
 def main(folder: Path, sizes: list[int], names: list[str]) -> int:
     """Run the named cases, or all, in worlds of these sizes."""
-    from tests.distributed import cases, disagreements  # noqa: PLC0415, which import this module
+    from tests.distributed import (  # noqa: PLC0415, which import this module
+        cases,
+        checkpoints,
+        disagreements,
+    )
 
     torch.set_num_threads(1)
-    known = {**cases.CASES, **disagreements.CASES}
+    known = {**cases.CASES, **checkpoints.CASES, **disagreements.CASES}
     chosen = {name: known[name] for name in names or cases.CASES}
     return 0 if all(run_world(folder, size, chosen) for size in sizes) else 1
 

@@ -64,6 +64,11 @@ def _is_left_by_a_start(path: Path) -> bool:
     return is_unfinished(path) or (path.name == METRICS and path.stat().st_size == 0)
 
 
+def has_begun(path: Path) -> bool:
+    """Whether a run has written its configuration there."""
+    return (path / CONFIG).is_file()
+
+
 def check_not_diverged(path: Path) -> None:
     """Raise what the run in this folder ended with, if it diverged."""
     file = path / DIVERGED
@@ -139,6 +144,10 @@ class RunDirectory:
             self._metrics.close()
         if self._writer is not None:
             self._writer.close()
+
+    def check_new(self) -> None:
+        """Refuse a folder that has something in it."""
+        check_new(self.path)
 
     def start(self, iteration: int, found: checkpoint_files.Found | None) -> None:
         """Open for writing; forget what came after this iteration, when the checkpoint was saved."""

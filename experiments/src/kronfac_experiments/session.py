@@ -16,6 +16,7 @@ from kronfac import (
     ScheduledBatchSampler,
     averaged,
 )
+from kronfac_experiments import ranks
 from kronfac_experiments.config import TrainConfig
 from kronfac_experiments.optimizers import (
     DivergedError,
@@ -39,7 +40,8 @@ class Session:
     """Model, optimizer, sampler, average and clocks.
 
     `seconds` is the time of the steps and of averaging: drawing and gathering mini-batches,
-    evaluating, logging and saving are not counted.
+    evaluating, logging and saving are not counted. With several processes, every one of them has a session;
+    each draws the same mini-batches and takes its part of them, and the clock is that of rank 0.
 
     Args:
         config: Resolved.
@@ -54,7 +56,7 @@ class Session:
         make: StepperMaker = make_stepper,
     ) -> None:
         torch.manual_seed(config.seed)
-        self._task = task
+        self._task, self._world = task, ranks.current()
         x = task.train.inputs
         self.model: nn.Module = task.make_model(config.seed).to(x.device, x.dtype)
         # A copy of the model, so before an optimizer may leave its hooks there.
@@ -77,7 +79,8 @@ class Session:
 
     def step(self) -> dict[str, Any]:
         """One iteration; what it did, as a row of the metrics."""
-        indices = self._sampler.next_indices().to(self._task.train.inputs.device)
+        drawn = self._sampler.next_indices()
+        indices = ranks.own_part(drawn, self._world).to(self._task.train.inputs.device)
         x = self._task.train.inputs[indices]
         same = self._task.train.targets is self._task.train.inputs
         y = x if same else self._task.train.targets[indices]
@@ -89,10 +92,10 @@ class Session:
             self.average.update_parameters(self.model)
             _synchronize(x.device)
             numbers.parts["averaging"] = time.perf_counter() - stepped
-        self.seconds += time.perf_counter() - began
-        self.cases += len(x) * (1 + numbers.trials)
+        self.seconds += ranks.first_number(self._world, time.perf_counter() - began)
+        self.cases += len(drawn) * (1 + numbers.trials)
         self._count_refusals(numbers)
-        return self._row(numbers, len(x))
+        return self._row(numbers, len(drawn))
 
     def _count_refusals(self, numbers: StepNumbers) -> None:
         self._refusals = self._refusals + 1 if numbers.refused else 0

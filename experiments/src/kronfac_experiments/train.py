@@ -1,8 +1,10 @@
 """`kronfac train`: run an optimizer on a problem, write what it did, continue where it stopped."""
 
+import json
 import shlex
 import signal
-from dataclasses import dataclass, fields, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import torch
 from rich.console import Console
 
 from kronfac import KronfacError
-from kronfac_experiments import run_directory
+from kronfac_experiments import ranks, run_directory
+from kronfac_experiments.checkpoint_files import Found
 from kronfac_experiments.config import Limits, TrainConfig, resolved
+from kronfac_experiments.continuation import checked
 from kronfac_experiments.evaluation import (
     SNAPSHOT_CASES,
     EvaluationSchedule,
@@ -19,6 +23,7 @@ from kronfac_experiments.evaluation import (
     evaluate,
     snapshot_due,
 )
+from kronfac_experiments.followed_run import FollowedRun
 from kronfac_experiments.interrupt import Interrupts
 from kronfac_experiments.machine import usable_device
 from kronfac_experiments.optimizers import DivergedError
@@ -26,10 +31,6 @@ from kronfac_experiments.progress import Display, number
 from kronfac_experiments.run_directory import RunDirectory, RunError
 from kronfac_experiments.session import Session, step_or_explain
 from kronfac_experiments.task import Task, load_task
-
-CHANGEABLE = {"limits.iterations", "limits.seconds", "limits.until_error"}
-CHANGEABLE |= {"recording.checkpoint_every", "resume"}
-"""What a resumed run may have different: nothing that the trajectory depends on."""
 
 
 class RunEndedError(RunError):
@@ -64,7 +65,15 @@ class Outcome:
 def train_command(config: TrainConfig) -> None:
     """Train, and say what came out and where it is."""
     console = Console(highlight=False, soft_wrap=True)
-    outcome = train(config, console=console)
+    with ranks.joined(config.device):
+        try:
+            outcome = train(config, console=console)
+        except RunEndedError as ended:
+            if not ranks.restarted():
+                raise
+            outcome = ended.outcome  # a worker was lost after the last checkpoint
+        if ranks.current().rank:
+            return
     said = [f"{name.replace('_', ' ')} {number(error)}" for name, error in outcome.errors.items()]
     console.print(
         f"Stopped after {outcome.reason}: {', '.join(said)}; {outcome.iteration:,} iterations, "
@@ -89,6 +98,8 @@ def train(
 ) -> Outcome:
     """Run what the configuration says, or continue it, until a limit is reached.
 
+    With several processes, `ranks.joined`, each of them calls this; rank 0 shows and writes.
+
     Args:
         config: What to run. With `resume`: `saved_config` and what is to change of it.
         task: What `load_task(config)` gives, if it is loaded already.
@@ -96,14 +107,14 @@ def train(
         quiet: Show nothing.
     """
     console = console or Console()
+    world = ranks.current()
+    quiet = quiet or world.rank > 0
+    # Nothing is written before all ranks have come here, nor before all have read what there is.
+    config = ranks.together(world, lambda: checked(config))
     path = config.folder
-    device = usable_device(config.device)
-    if config.resume is None:
-        run_directory.check_new(path)
-    else:
-        _check_unchanged(config, run_directory.read_config(path))
+    device = usable_device(ranks.own_device(config.device))
     torch.set_num_threads(config.threads)
-    task = load_task(config) if task is None else task
+    task = ranks.one_after_another(world, lambda: load_task(config)) if task is None else task
     if config.resume is not None:
         run_directory.check_data(path, task.sha256)
     config = resolved(config, cases=len(task.train), weight_decay=task.weight_decay)
@@ -111,10 +122,11 @@ def train(
     session = Session(config, task)
     if not quiet:
         console.print(describe(config, task))
-    with RunDirectory(path, config, task.sha256) as directory:
-        if config.resume is None:  # again: another process may have been here in the meantime
-            run_directory.check_new(path)
-        _continue(directory, session, config.limits, device)
+    directory = (FollowedRun if world.rank else RunDirectory)(path, config, task.sha256)
+    with ExitStack() as stack:
+        ranks.together(world, lambda: stack.enter_context(directory))
+        found = ranks.together(world, lambda: _continue(directory, session, config, device))
+        directory.start(session.iteration, found)
         for warning in directory.warnings:  # also if quiet: something was lost
             console.print(f"Warning: {warning}")
         if not quiet:
@@ -168,33 +180,13 @@ def describe(config: TrainConfig, task: Task) -> str:
     )
 
 
-def _check_unchanged(config: TrainConfig, saved: TrainConfig) -> None:
-    given, was = _flat(config), _flat(saved)
-    changed = [name for name in given if given[name] != was[name] and name not in CHANGEABLE]
-    if changed:
-        differences = ", ".join(
-            f"--{name.split('.')[-1].replace('_', '-')} {given[name]} (was {was[name]})"
-            for name in changed
-        )
-        raise RunError(
-            f"A resumed run goes on as it began; only its limits and --checkpoint-every may "
-            f"change. {config.folder} can't be continued with {differences}."
-        )
-
-
-def _flat(config: object, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for f in fields(config):  # type: ignore[arg-type]
-        value = getattr(config, f.name)
-        nested = hasattr(value, "__dataclass_fields__")
-        flat |= _flat(value, f"{f.name}.") if nested else {prefix + f.name: value}
-    return flat
-
-
 def _continue(
-    directory: RunDirectory, session: Session, limits: Limits, device: torch.device
-) -> None:
-    """Bring session and files to where the last checkpoint left them, if there is one."""
+    directory: RunDirectory, session: Session, config: TrainConfig, device: torch.device
+) -> Found | None:
+    """Bring the session to where the last checkpoint left it, if there is one."""
+    if config.resume is None:
+        # Again: another process may have been here in the meantime.
+        directory.check_new()
     found = directory.load(device)
     if found is not None:
         try:
@@ -203,13 +195,13 @@ def _continue(
             raise RunError(
                 f"The checkpoint {directory.path / found.file} does not fit: {error}"
             ) from error
-        reason = _reached(limits, session)
+        reason = _reached(config.limits, session)
         if reason:
             raise RunEndedError(
                 f"{directory.path} has ended already, after {reason}: to go on, give a higher limit.",
                 _outcome(directory, session, reason),
             )
-    directory.start(session.iteration, found)
+    return found
 
 
 def _reached(limits: Limits, session: Session) -> str | None:
@@ -231,13 +223,16 @@ def _loop(
     """Iterate until a limit is reached, and say which."""
     recording = config.recording
     schedule = EvaluationSchedule(recording.evaluate_every, recording.evaluate_at)
+    world = ranks.current()
     saved_at = session.seconds
+
+    def evaluated_errors() -> dict[str, float]:
+        return evaluate(task, session.model, session.average, recording.evaluation_cases)
 
     def record(row: dict[str, Any], *, evaluated: bool) -> None:
         if evaluated:
-            session.errors = evaluate(
-                task, session.model, session.average, recording.evaluation_cases
-            )
+            said = ranks.said_by_first(world, lambda: json.dumps(evaluated_errors()))
+            session.errors = json.loads(said)
             row |= session.errors
         directory.log(row)
         display.update(row)
@@ -256,7 +251,8 @@ def _loop(
             reason = reason or (_reached(config.limits, session) if due else None)
             if reason or snapshot_due(session.iteration):
                 _snapshot(task, session, directory)
-            stopped = interrupts.received
+            received = ranks.largest(world, interrupts.received or 0)  # on any rank
+            stopped = signal.Signals(received) if received else None
             if reason or stopped or session.seconds - saved_at >= recording.checkpoint_every:
                 directory.save(session.state_dict())
                 saved_at = session.seconds

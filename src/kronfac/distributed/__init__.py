@@ -2,6 +2,7 @@
 
 from kronfac.distributed.packing import Part
 from kronfac.distributed.spread import HERE, Place, Spread
+from kronfac.distributed.whole_state import WholeState
 from kronfac.distributed.world import ALONE, Phase, Processes, Ranks
 from kronfac.distributed.wrappers import (
     averages_gradients,
@@ -19,6 +20,7 @@ __all__ = [
     "Processes",
     "Ranks",
     "Spread",
+    "WholeState",
     "averages_gradients",
     "inner_model",
     "refuse_distributed",

@@ -8,8 +8,8 @@ right after such a message.
 """
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import IntEnum
 from typing import ClassVar
@@ -130,21 +130,28 @@ class Processes(Ranks):
         own = torch.zeros(_HEAD + length, dtype=torch.float64)
         own[: len(message)] = torch.tensor(message, dtype=torch.float64)
         found = [torch.empty_like(own) for _ in range(self.size)]
-        try:
+        with self._answered():
             dist.all_gather(found, own, group=self._messages)
+        return [row.tolist() for row in found]
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Errors of torch's, in which a rank that has ended shows, as a RankError."""
+        try:
+            yield
         except RuntimeError as error:
             raise RankError(
-                f"Rank {self.rank} got no answer from another rank within {TIMEOUT}, or that has ended: no "
-                "step is taken. Start all ranks again from the last checkpoint."
+                f"Rank {self.rank} got no answer from another rank in time (messages: {TIMEOUT}), or that "
+                "has ended: no step is taken. Start all ranks again from the last checkpoint."
             ) from error
-        return [row.tolist() for row in found]
 
     def sum_(self, phase: Phase, parts: Sequence[Part]) -> None:
         """Sum tensors over the ranks, in place, each kind of them in one all_reduce."""
         self.gather(phase, [])
         for same in _by_kind(parts):
             flat = flatten(same)
-            dist.all_reduce(flat, group=self._tensors)
+            with self._answered():
+                dist.all_reduce(flat, group=self._tensors)
             self.sent += flat.numel() * flat.element_size()
             unflatten(same, flat)
 
@@ -152,7 +159,8 @@ class Processes(Ranks):
         """Take over the tensors of one rank, in place."""
         for same in _by_kind(parts):
             flat = flatten(same)
-            dist.broadcast(flat, owner, group=self._tensors)
+            with self._answered():
+                dist.broadcast(flat, owner, group=self._tensors)
             self.sent += flat.numel() * flat.element_size()
             if self.rank != owner:
                 unflatten(same, flat)
@@ -164,7 +172,8 @@ class Processes(Ranks):
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(own)] = own
         found = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(found, padded, group=self._messages)
+        with self._answered():
+            dist.all_gather(found, padded, group=self._messages)
         pairs = zip(found, lengths, strict=True)
         return [bytes(row[:length].tolist()).decode() for row, length in pairs]
 

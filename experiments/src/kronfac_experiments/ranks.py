@@ -1,0 +1,123 @@
+"""The processes that `torchrun` starts: how they find each other, divide a mini-batch and fail together."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from kronfac import KronfacError
+from kronfac.distributed import ALONE, Part, Phase, Processes, Ranks
+from kronfac.errors import RankError
+
+T = TypeVar("T")
+
+
+class OtherRankError(KronfacError):
+    """Something failed on another rank, and so on all of them."""
+
+
+def current() -> Ranks:
+    """The processes that train together; one by itself outside of `torchrun`."""
+    return Processes.current()
+
+
+@contextmanager
+def joined(device: str) -> Iterator[None]:
+    """Join the processes of `torchrun`, if that has started this one and nobody has joined them yet.
+
+    Args:
+        device: What they train on: CUDA devices talk to each other by NCCL, all others by gloo.
+    """
+    started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not started or not dist.is_available() or dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def own_device(device: str) -> str:
+    """The device of this rank: of the CUDA devices of a machine, each of its ranks has one."""
+    several = current() is not ALONE
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" and several else device
+
+
+def restarted() -> bool:
+    """Whether `torchrun` has started the command before, and a worker was lost."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def own_part(indices: Tensor, world: Ranks) -> Tensor:
+    """This rank's part of the indices of a mini-batch: those from ⌊m r/n⌋ on, for rank r of n.
+
+    Together, and in the order of the ranks, the parts are the mini-batch of one process.
+
+    Raises:
+        ValueError: there are fewer indices than ranks.
+    """
+    m, n, r = len(indices), world.size, world.rank
+    if m < n:
+        raise ValueError(
+            f"A mini-batch of {m} case(s) can't be divided among {n} processes: each needs one at "
+            "least. Give a larger --batch, or start fewer processes."
+        )
+    return indices[m * r // n : m * (r + 1) // n]
+
+
+def together(world: Ranks, action: Callable[[], T]) -> T:
+    """What the action gives on this rank, once it has succeeded on all of them.
+
+    Raises:
+        OtherRankError: it failed on another rank. An error on this rank is raised as it is.
+    """
+    try:
+        done = action()
+    except Exception as error:
+        with suppress(RankError):  # the others have ended, and this rank's own error says more
+            world.texts(Phase.STATE, f"{type(error).__name__}: {error}")
+        raise
+    for rank, said in enumerate(world.texts(Phase.STATE, "")):
+        if said:
+            raise OtherRankError(f"Rank {rank} failed: {said}")
+    return done
+
+
+def one_after_another(world: Ranks, action: Callable[[], T]) -> T:
+    """What the action gives; rank 0 goes first, so that what it leaves in a cache serves the others."""
+    if world.rank == 0:
+        done = together(world, action)
+        together(world, lambda: None)
+        return done
+    together(world, lambda: None)
+    return together(world, action)
+
+
+def said_by_first(world: Ranks, text: Callable[[], str]) -> str:
+    """The text of rank 0, which alone is asked for it."""
+    return world.texts(Phase.STATE, text() if world.rank == 0 else "")[0]
+
+
+def first_number(world: Ranks, number: float) -> float:
+    """The number of rank 0, such as a time: decisions that go by clocks must be the same everywhere."""
+    return world.gather(Phase.STATE, [number])[0][0]
+
+
+def largest(world: Ranks, number: int) -> int:
+    """The largest of the ranks' numbers."""
+    return int(max(row[0] for row in world.gather(Phase.STATE, [float(number)])))
+
+
+def total(world: Ranks, number: int) -> int:
+    """The sum of the ranks' numbers."""
+    return int(world.total(Phase.STATE, [float(number)])[0])
+
+
+def sum_over_ranks(world: Ranks, tensors: list[Tensor]) -> None:
+    """Add up tensors over the ranks, in place."""
+    world.sum_(Phase.STATE, [Part(tensor) for tensor in tensors])
