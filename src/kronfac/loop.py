@@ -41,6 +41,8 @@ def evaluate_loop(
         LoopError: a forward or a backward pass is missing.
         UnsupportedModelError: the model has been changed.
     """
+    if network.shards is not None:
+        network.shards.pull_gradients()
     refuse_changes(network)
     batch = recorder.batch()
     if batch is None:

@@ -20,6 +20,8 @@ QUICK = (
     "ekfac-sampled",
     "ddp-inner",
     "ddp-own",
+    "fsdp-loop",
+    "fsdp-convolutional-closure",
 )
 TOLERANCE = 1e-10
 """‖θ − θ₁‖ / ‖θ₁‖ after twenty steps, θ₁ those of one process, in float64: what rounding comes to."""

@@ -5,9 +5,11 @@ from kronfac.distributed.spread import HERE, Place, Spread
 from kronfac.distributed.world import ALONE, Phase, Processes, Ranks
 from kronfac.distributed.wrappers import (
     averages_gradients,
+    fully_sharded,
     inner_model,
     refuse_distributed,
     refuse_several_processes,
+    reshard,
 )
 
 __all__ = [
@@ -20,7 +22,9 @@ __all__ = [
     "Ranks",
     "Spread",
     "averages_gradients",
+    "fully_sharded",
     "inner_model",
     "refuse_distributed",
     "refuse_several_processes",
+    "reshard",
 ]
