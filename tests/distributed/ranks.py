@@ -58,9 +58,11 @@ def _fork(folder: Path, store: Path, rank: int, size: int, cases: Mapping[str, C
 def main(folder: Path, sizes: list[int], names: list[str]) -> int:
     """Run the named cases, or all, in worlds of these sizes."""
     from tests.distributed.cases import CASES  # noqa: PLC0415, which imports this module
+    from tests.distributed.sharded_cases import SHARDED  # noqa: PLC0415
 
     torch.set_num_threads(1)
-    cases = {name: CASES[name] for name in names} if names else CASES
+    known = CASES | SHARDED
+    cases = {name: known[name] for name in names} if names else known
     return 0 if all(run_world(folder, size, cases) for size in sizes) else 1
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -37,11 +38,10 @@ def rest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("worlds"), [name for name in CASES if name not in QUICK])
 
 
-def run(folder: Path, names: object) -> Path:
-    """Run cases in worlds of all sizes."""
-    assert isinstance(names, (list, tuple))
-    sizes = ",".join(map(str, SIZES))
-    command = [sys.executable, "-m", "tests.distributed.ranks", str(folder), sizes, *names]
+def run(folder: Path, names: Iterable[str], sizes: tuple[int, ...] = SIZES) -> Path:
+    """Run cases in worlds of these sizes."""
+    listed = ",".join(map(str, sizes))
+    command = [sys.executable, "-m", "tests.distributed.ranks", str(folder), listed, *names]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kronfac.network.sharded import local
+from kronfac.network.sharded import marked
 
 
 class BackwardWatch:
@@ -70,8 +70,8 @@ class BackwardWatch:
         )
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
-        grads = [None if p.grad is None else local(p.grad) for p in self._parameters]
-        return [(g, 0 if g is None else g._version) for g in grads]
+        grads = [p.grad for p in self._parameters]
+        return [(None, 0) if g is None else marked(g) for g in grads]
 
 
 def _versions(gradients: Sequence[tuple[Tensor | None, int]]) -> Any:

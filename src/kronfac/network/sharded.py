@@ -98,7 +98,7 @@ class Shards:
         for p, whole in self.pairs:
             whole.grad = None if p.grad is None else torch.zeros_like(whole)
             if p.grad is not None:
-                self._seen[p] = _marked(p.grad)
+                self._seen[p] = marked(p.grad)
 
     @torch.no_grad()
     def pull_gradients(self) -> None:
@@ -108,13 +108,13 @@ class Shards:
                 whole.grad = None
                 continue
             tensor, version = self._seen.get(p, (None, 0))
-            marked = _marked(p.grad)
-            if tensor is not marked[0]:
+            now = marked(p.grad)
+            if tensor is not now[0]:
                 whole.grad = full(p.grad)
-            elif version != marked[1]:
+            elif version != now[1]:
                 assert whole.grad is not None
                 whole.grad.copy_(full(p.grad))  # the same tensor, with another version
-            self._seen[p] = marked
+            self._seen[p] = now
         self.follow()
 
     def drop_gradients(self) -> None:
@@ -153,15 +153,15 @@ def full(tensor: Tensor) -> Tensor:
     return gathered.contiguous()
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part, whose version tells of writes: FSDP adds gradients to it behind the DTensor."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
+def marked(tensor: Tensor) -> tuple[Tensor, int]:
+    """A tensor, of a DTensor this rank's part, and a version that tells of all writes.
 
-
-def _marked(tensor: Tensor) -> tuple[Tensor, int]:
-    part = local(tensor)
-    return part, part._version
+    FSDP adds gradients to a part behind its DTensor, and a DTensor writes to its part without counting.
+    """
+    part: Tensor | None = getattr(tensor, "_local_tensor", None)
+    if part is None:
+        return tensor, tensor._version
+    return part, part._version + tensor._version
 
 
 def _whole_parameter(p: nn.Parameter) -> nn.Parameter:
