@@ -4,6 +4,7 @@ A closure of the user's, its micro-batches and K-FAC's own closure all end in an
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -55,6 +56,15 @@ def evaluate(
         with callers(), Allowed():
             return closure()
 
+    shards = network.shards
+
+    def call_again() -> Any:
+        """The same at other parameters; gradients stay those of the first call."""
+        with ExitStack() as stack:
+            if shards is not None:
+                stack.enter_context(shards.aside())
+            return call()
+
     found, random = None, RandomState.current(network.device)
     if own:
         shapes = [unit.shape for unit in network.units]
@@ -66,7 +76,11 @@ def evaluate(
     buffers: Sequence[Kept] = ()
     if found:
         returned, batch, factors = found.loss, found.batch, found.factors
+        if shards is not None:
+            shards.drop_gradients()
     else:
+        if shards is not None:
+            shards.note_gradients()
         if not own:  # K-FAC's own closure leaves none; to hold on to them would only cost memory
             grads = [(p, p.grad) for p in network.parameters]
             stale = {p: (grad, grad._version) for p, grad in grads if grad is not None}
@@ -77,13 +91,25 @@ def evaluate(
             torch.enable_grad(),
         ):
             returned = call()
+        if shards is not None:
+            shards.pull_gradients()
         batch = recording.batch()
         network.buffers.note_writes(versions)
         buffers = network.buffers.written(kept)
     network, batch = look_at(network, batch, inverse)
     loss = as_loss(returned, network.device)
     evaluation = Evaluation(
-        network, returned, loss, loss, weight_decay, batch, call, stale, random, factors, buffers
+        network,
+        returned,
+        loss,
+        loss,
+        weight_decay,
+        batch,
+        call_again,
+        stale,
+        random,
+        factors,
+        buffers,
     )
     return in_full_precision(evaluation) if batch.mixed else evaluation
 

@@ -62,13 +62,13 @@ class CopyingOptimizer(SteppingOptimizer):
         if isinstance(state_dict, dict):
             saving.check_units(state_dict.get("kfac"), self.network.units)
         options = loaded_options(state_dict, self.param_groups)
-        eta = with_options(self.param_groups, options, "weight_decay").least
+        eta = with_options(self._own_groups, options, "weight_decay").least
         network, gradients = self.network, None
         if "kfac" in state_dict:
             loaded = saving.load(state_dict["kfac"], network.units, self.settings, eta)
             state = loaded.state
             buffers = loaded_buffers(state_dict, self.param_groups)
-            shown = momentum_of(buffers, self.param_groups, network)
+            shown = momentum_of(buffers, self._own_groups, network)
             if "state" in state_dict and is_zero(shown) != is_zero(state.step.momentum):
                 raise StateError("The state has momentum in one of 'state' and 'kfac' only.")
             network = network.continued(loaded.order, state.curvature, loaded.learned)
@@ -76,7 +76,7 @@ class CopyingOptimizer(SteppingOptimizer):
             gradients = loaded.gradients
         else:
             buffers = loaded_buffers(state_dict, self.param_groups)
-            momentum = momentum_of(buffers, self.param_groups, network)
+            momentum = momentum_of(buffers, self._own_groups, network)
             state = saving.initial_state(self.settings, eta, network.device)
             state = replace(state, step=replace(state.step, momentum=momentum))
         self.network = network

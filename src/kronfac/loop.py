@@ -41,6 +41,8 @@ def evaluate_loop(
         LoopError: a forward or a backward pass is missing.
         UnsupportedModelError: the model has been changed.
     """
+    if network.shards is not None:
+        network.shards.pull_gradients()
     refuse_changes(network)
     batch = recorder.batch()
     if batch is None:
@@ -49,7 +51,9 @@ def evaluate_loop(
     if scaling.overflow:
         return None  # GradScaler.update makes the scale smaller
     if scaling.scale is not None:
-        scaling.unscale(network.parameters)
+        scaling.unscale(network.given)
+        if network.shards is not None:
+            network.shards.pull_gradients()
         batch = batch.scaled(1 / scaling.scale)
     elif scaling.before is not None:
         batch = batch.scaled(1 / scaling.before)

@@ -23,7 +23,12 @@ from kronfac.control import (
     StepRule,
 )
 from kronfac.curvature import ApproximateInverse, Fisher
-from kronfac.distributed import averages_gradients, inner_model, refuse_distributed
+from kronfac.distributed import (
+    averages_gradients,
+    fully_sharded,
+    inner_model,
+    refuse_distributed,
+)
 from kronfac.gradient_check import GradientCheck
 from kronfac.groups import (
     Params,
@@ -43,6 +48,7 @@ from kronfac.network import (
     find_units,
     remove_hooks,
 )
+from kronfac.network.sharded import Shards
 from kronfac.objective import UnknownLoss, objective_of
 from kronfac.parameters_first import Awaited, LateOptimizer
 from kronfac.planning import Plan, World, record_example, untouched
@@ -151,7 +157,7 @@ class KFAC(LateOptimizer):
                 "the module that the loop calls, as in KFAC(model, nn.CrossEntropyLoss()), or a likelihood "
                 "such as kronfac.Categorical() if the model or a function computes the loss."
             )
-        refuse_distributed(model)
+        refuse_distributed(model, shards=True)
         check_group({"lr": lr, "weight_decay": weight_decay})
         self.settings = Settings(
             inverse=inverse_of(inverse),
@@ -178,12 +184,11 @@ class KFAC(LateOptimizer):
                 f"KFAC's blocks is a kronfac.Blocks, such as Blocks(dense_limit=512); got {blocks!r}."
             )
         self._blocks = Blocks() if blocks is None else blocks
+        self._shards = Shards(self._own_model) if fully_sharded(self._own_model) else None
         groups = None if params is None else groups_of(params, self._own_model)
         chosen = None if groups is None else parameters_in(groups)
         self.network = self._network(chosen)
-        super().__init__(
-            groups or self.network.parameters, {"lr": lr, "weight_decay": weight_decay}
-        )
+        super().__init__(groups or self.network.given, {"lr": lr, "weight_decay": weight_decay})
         self._listen()
         self._verbose = verbose
         self._wrapped = True if averages_gradients(model) else None
@@ -273,7 +278,11 @@ class KFAC(LateOptimizer):
             self._recorder.paused(),
             full_precision(self.network.device) as callers,
         ):
-            batch = record_example(self.model, self.network, example, targets, callers)
+            model = self.model
+            if self._shards is not None:
+                self._shards.pull()
+                model = self.network.model
+            batch = record_example(model, self.network, example, targets, callers)
             return self._plan(
                 self.network, batch, World(world) if isinstance(world, int) else world
             )
@@ -372,18 +381,22 @@ class KFAC(LateOptimizer):
     def _listen(self) -> None:
         """Record what the model and the loss are called with from now on, for steps without a closure."""
         self._recorder = StandingRecorder(
-            self.model, self.objective, self.network.parameters, self.network.buffers
+            self.model, self.objective, self.network.given, self.network.buffers
         )
         weakref.finalize(self, remove_hooks, self._recorder.handles)
 
     def _network(self, trained: Sequence[nn.Parameter] | None) -> Network:
         """The model with the units of these parameters; None for all that are not frozen."""
-        own = self._own_model
+        own, shards = self._own_model, self._shards
+        if shards is not None:
+            own = shards.model
+            trained = None if trained is None else [shards.whole(p) for p in trained]
         found = find_units(own, self._other, self._blocks, trained)
-        return Network(own, found.units, found.sites, self.objective, Buffers(own), self._blocks)
+        network = Network(own, found.units, found.sites, self.objective, Buffers(own), self._blocks)
+        return replace(network, shards=shards)
 
     def _initial_state(self) -> State:
-        weight_decay = PerParameter.of_groups(self.param_groups, "weight_decay")
+        weight_decay = PerParameter.of_groups(self._own_groups, "weight_decay")
         return saving.initial_state(self.settings, weight_decay.least, self.network.device)
 
     def _left_out(self) -> list[nn.Parameter]:

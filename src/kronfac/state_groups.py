@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kronfac.errors import StateError
 from kronfac.groups import Groups, PerParameter, check_group, parameters_in
 from kronfac.network import Matrices, Network
+from kronfac.network.sharded import full
 
 MOMENTUM = "momentum_buffer"
 """The entry of `optimizer.state[p]` for δ₀, by the name that it has in torch.optim.SGD."""
@@ -157,7 +158,7 @@ def momentum_of(
     if buffers is None or not any(bool(buffer.any()) for buffer in buffers):
         return None
     pairs = zip(parameters_in(groups), buffers, strict=True)
-    return _join(network, {p: buffer.to(p) for p, buffer in pairs})
+    return _join(network, {p: full(buffer).to(p) for p, buffer in pairs})
 
 
 def is_zero(momentum: Matrices | None) -> bool:

@@ -61,7 +61,7 @@ class Before:
 
     def keep_gradients(self) -> None:
         """Copy the gradients, which are about to be written to."""
-        grads = [(p, p.grad) for p in self._network.parameters]
+        grads = [(p, p.grad) for p in self._network.given]
         self._gradients = [(p, g, None if g is None else g.clone()) for p, g in grads]
 
     def forget_learned(self) -> None:
@@ -99,7 +99,9 @@ class Before:
             arrival.arrived = gradient
         self._random.restore()
         restore([kept for kept in self._buffers if _written(kept)])
-        put_back(self._theta)
+        if self._theta:
+            put_back(self._theta)
+            self._network.push()
         for p, gradient, value in self._gradients:
             p.grad = gradient
             if gradient is not None and value is not None:

@@ -18,7 +18,7 @@ from kronfac.errors import RankError
 from kronfac.evaluation import Evaluation, Point, RefusedError
 from kronfac.grad_scaler import Scaling
 from kronfac.gradient_check import GradientCheck
-from kronfac.groups import PerParameter
+from kronfac.groups import Groups, PerParameter
 from kronfac.interrupts import Allowed, Waiting, poll
 from kronfac.loop import evaluate_loop
 from kronfac.network import Batch, Network, StandingRecorder, restore
@@ -60,6 +60,8 @@ class SteppingOptimizer(torch.optim.Optimizer):
         with Waiting():
             before = self._before = Before(self)
             try:
+                if self.network.shards is not None:
+                    self.network.shards.pull()
                 self._changed = self._conditions.changed(self.network)
                 ended, returned = self._ends_loop(closure)
                 with full_precision(self.network.device) as callers, self._recorder.paused():
@@ -73,6 +75,8 @@ class SteppingOptimizer(torch.optim.Optimizer):
                 raise
             finally:
                 del self._before  # which has copies
+                if self.network.shards is not None:
+                    self.network.shards.forget_gradients()
                 self._conditions.leave(self.network)
         if self.report is not None and self.report is not before.report:
             if self.report.refused:
@@ -140,7 +144,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
                 closure,
                 self.model,
                 self.network,
-                weight_decay=PerParameter.of_groups(self.param_groups, "weight_decay"),
+                weight_decay=PerParameter.of_groups(self._own_groups, "weight_decay"),
                 inverse=self.settings.inverse,
                 callers=callers,
             )
@@ -160,7 +164,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
             return evaluate_loop(
                 self._recorder,
                 self.network,
-                weight_decay=PerParameter.of_groups(self.param_groups, "weight_decay"),
+                weight_decay=PerParameter.of_groups(self._own_groups, "weight_decay"),
                 inverse=self.settings.inverse,
                 scaling=scaling,
             )
@@ -186,7 +190,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
 
     def _forget_gradients(self) -> None:
         """Drop all gradients, so that a closure does not add to them."""
-        for p in self.network.parameters:
+        for p in (*self.network.parameters, *self.network.given):
             p.grad = None
 
     def _suspects(self, evaluation: Evaluation, outcome: Transition | RefusedError) -> bool:
@@ -258,9 +262,20 @@ class SteppingOptimizer(torch.optim.Optimizer):
         return outcome.report
 
     @property
+    def _own_groups(self) -> Groups:
+        """The groups with the parameters that K-FAC computes with: whole ones in the place of shards."""
+        shards = self.network.shards
+        if shards is None:
+            return self.param_groups
+        return [
+            {**group, "params": [shards.whole(p) for p in group["params"]]}
+            for group in self.param_groups
+        ]
+
+    @property
     def _rates(self) -> PerParameter:
         """The learning rate of every parameter."""
-        return PerParameter.of_groups(self.param_groups, "lr")
+        return PerParameter.of_groups(self._own_groups, "lr")
 
     def _become(self, state: State) -> None:
         """Replace the state; a refresh under way that the new one does not go on with is given up."""
@@ -282,7 +297,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
         buffers = (
             map(torch.zeros_like, parameters) if vector is None else self.network.split(vector)
         )
-        for p, buffer in zip(parameters, buffers, strict=True):
+        for p, buffer in zip(self.network.given, buffers, strict=True):
             self.state[p][MOMENTUM] = buffer
 
     def _refusal(
@@ -309,5 +324,5 @@ class SteppingOptimizer(torch.optim.Optimizer):
         from kronfac.planning.make import make_plan  # noqa: PLC0415, so that `import kronfac` is quick
 
         with untouched(network):
-            weight_decay = PerParameter.of_groups(self.param_groups, "weight_decay")
+            weight_decay = PerParameter.of_groups(self._own_groups, "weight_decay")
             return make_plan(network, batch, self.settings, weight_decay.largest, world)

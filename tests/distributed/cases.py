@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kronfac import KFAC
+from kronfac.network.sharded import full
 from tests.distributed.ranks import Case
 
 STEPS = 20
@@ -69,6 +71,11 @@ def words(k: int, n: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
+def all_words(k: int, n: int) -> tuple[Tensor, Tensor]:
+    tokens, _ = words(k, n)
+    return tokens, tokens.roll(1, 1)
+
+
 def part(n: int, rank: int, size: int) -> slice:
     """Examples of a rank: a few more on the first ones."""
     ends = [0]
@@ -78,7 +85,16 @@ def part(n: int, rank: int, size: int) -> slice:
 
 
 def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return torch.cat([full(p.detach()).reshape(-1) for p in model.parameters()])
+
+
+def shard(model: nn.Module) -> nn.Module:
+    """The model, sharded over all ranks: its inner layers each by itself, then what is left."""
+    for layer in list(model.children())[1:-1]:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer)
+    fully_shard(model)
+    return model
 
 
 def train(
@@ -91,6 +107,7 @@ def train(
     examples: int = 26,
     loop: str = "closure",
     ddp: bool = False,
+    fsdp: bool = False,
     **settings: Any,
 ) -> Mapping[str, Any]:
     """Twenty steps, every rank with its part of each mini-batch."""
@@ -101,6 +118,9 @@ def train(
     if ddp:
         assert even, "the objective is another one"
         model = DistributedDataParallel(model)
+    if fsdp and size > 1:
+        assert even, "the objective is another one"
+        model = shard(model)
     optimizer = KFAC(model if ddp and loop != "inner" else inner, loss, **settings)
     reports = []
     for k in range(STEPS):
@@ -159,3 +179,34 @@ for inverse in ("block_diagonal", "block_tridiagonal", "ekfac"):
     CASES[f"{inverse}-ddp"] = partial(train, inverse=inverse, ddp=True, examples=24, **EXACT)
 for kind in ("closure", "loop", "inner", "own", "accumulated"):
     CASES[f"ddp-{kind}"] = partial(train, ddp=True, examples=24, loop=kind, **FRACTIONS)
+for kind in ("closure", "loop", "own", "accumulated"):
+    CASES[f"fsdp-{kind}"] = partial(train, fsdp=True, examples=24, loop=kind, **EXACT)
+CASES |= {
+    "fsdp-sampled": partial(train, fsdp=True, examples=24, **FRACTIONS),
+    "fsdp-decay": partial(train, fsdp=True, examples=24, weight_decay=1e-3, **EXACT),
+    "fsdp-paper": partial(
+        train, fsdp=True, examples=24, loop="loop", step_size=None, inverse_interval=3, **EXACT
+    ),
+    "fsdp-words": partial(
+        train,
+        make=Words,
+        data=all_words,
+        loss=nn.CrossEntropyLoss(),
+        fsdp=True,
+        examples=24,
+        **EXACT,
+    ),
+}
+for inverse in ("block_tridiagonal", "ekfac"):
+    CASES[f"{inverse}-fsdp"] = partial(train, inverse=inverse, fsdp=True, examples=24, **EXACT)
+for kind in ("closure", "loop"):
+    CASES[f"fsdp-convolutional-{kind}"] = partial(
+        train,
+        make=convolutional,
+        data=images,
+        loss=nn.CrossEntropyLoss(),
+        fsdp=True,
+        examples=24,
+        loop=kind,
+        **EXACT,
+    )

@@ -64,10 +64,12 @@ def main(folder: Path, sizes: list[int], names: list[str]) -> int:
         cases,
         checkpoints,
         disagreements,
+        sharded_cases,
     )
 
     torch.set_num_threads(1)
-    known = {**cases.CASES, **checkpoints.CASES, **disagreements.CASES}
+    several = (cases.CASES, checkpoints.CASES, disagreements.CASES, sharded_cases.SHARDED)
+    known = {name: case for some in several for name, case in some.items()}
     chosen = {name: known[name] for name in names or cases.CASES}
     return 0 if all(run_world(folder, size, chosen) for size in sizes) else 1
 

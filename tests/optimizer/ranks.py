@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from kronfac import KFAC
+from kronfac import KFAC, Preconditioner
 from kronfac.errors import UnsupportedModelError
 from tests.conftest import mlp, normal
 
@@ -44,6 +44,18 @@ def sharded_parameter(ranks: int) -> nn.Module:
     return model
 
 
+def sharded_inside(ranks: int) -> nn.Module:
+    model = mlp([4, 5, 3])
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (ranks,)))
+    return model
+
+
+def partly_sharded(ranks: int) -> nn.Module:
+    model = mlp([4, 5, 3])
+    mesh = init_device_mesh("cpu", (ranks,))
+    return fully_shard(model, mesh=mesh, ignored_params={model[2].bias})
+
+
 def main(directory: Path, rank: int, ranks: int) -> None:
     before = KFAC(mlp([4, 5, 3]), nn.MSELoss())
     store = f"file://{directory / 'store'}"
@@ -54,9 +66,23 @@ def main(directory: Path, rank: int, ranks: int) -> None:
         "ddp_inside": lambda: nn.Sequential(nn.Tanh(), DistributedDataParallel(mlp([4, 5, 3]))),
         "fsdp": lambda: FullyShardedDataParallel(mlp([4, 5, 3]), device_id=torch.device("cpu")),
         "fully_shard": lambda: fully_shard(mlp([4, 5, 3]), mesh=init_device_mesh("cpu", (ranks,))),
+        "fully_shard_inside": lambda: sharded_inside(ranks),
+        "fully_shard_ignored": lambda: partly_sharded(ranks),
+        "fully_shard_bfloat16": lambda: fully_shard(
+            mlp([4, 5, 3]),
+            mesh=init_device_mesh("cpu", (ranks,)),
+            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        ),
+        "fully_shard_in_two_dimensions": lambda: fully_shard(
+            mlp([4, 5, 3]),
+            mesh=init_device_mesh("cpu", (1, ranks), mesh_dim_names=("replicate", "shard")),
+        ),
         "dtensor": lambda: sharded_parameter(ranks),
     }
     said = {name: refusal(partial(KFAC, make(), nn.MSELoss())) for name, make in models.items()}
+    said["preconditioner"] = refusal(
+        lambda: Preconditioner(models["fully_shard"](), nn.MSELoss(), damping=1e-2)
+    )
     said["step"] = refusal(lambda: train(before))
     state = [p.tolist() for p in before.model.parameters()]
     torch.distributed.destroy_process_group()

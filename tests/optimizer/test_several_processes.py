@@ -1,4 +1,4 @@
-"""Models that are sharded over processes are refused by name; `tests/distributed` trains the others."""
+"""Models spread over processes as KFAC can't train them are refused by name; see `tests/distributed`."""
 
 import json
 import os
@@ -44,12 +44,16 @@ def found(tmp_path_factory):
 WRAPPED = {
     "ddp_inside": "module '1' of the model is a DistributedDataParallel",
     "fsdp": "the model is a FullyShardedDataParallel",
-    "fully_shard": "DTensors: '0.weight', '0.bias', '2.weight', '2.bias'.*fully_shard",
+    "fully_shard_inside": "DTensors: '0.weight', '0.bias'.*Call fully_shard",
+    "fully_shard_ignored": "'2.bias' is not sharded, and nobody averages its gradient",
+    "fully_shard_bfloat16": "the model' has a MixedPrecisionPolicy with param_dtype=torch.bfloat16",
+    "fully_shard_in_two_dimensions": r"'0.weight' is on a mesh \(1, \d\) of \d processes",
+    "preconditioner": "DTensors: '0.weight', '0.bias', '2.weight', '2.bias'.*fully_shard",
     "dtensor": "DTensors: '2.weight'",
 }
 
 
-@pytest.mark.parametrize("use", ["plain", "ddp"])
+@pytest.mark.parametrize("use", ["plain", "ddp", "fully_shard"])
 def test_plain_models_and_data_parallel_ones_are_not_refused(found, use):
     for rank in (*found[1], *found[2]):
         assert rank["said"][use] is None

@@ -6,9 +6,11 @@ from kronfac.distributed.whole_state import WholeState
 from kronfac.distributed.world import ALONE, Phase, Processes, Ranks
 from kronfac.distributed.wrappers import (
     averages_gradients,
+    fully_sharded,
     inner_model,
     refuse_distributed,
     refuse_several_processes,
+    reshard,
 )
 
 __all__ = [
@@ -22,7 +24,9 @@ __all__ = [
     "Spread",
     "WholeState",
     "averages_gradients",
+    "fully_sharded",
     "inner_model",
     "refuse_distributed",
     "refuse_several_processes",
+    "reshard",
 ]

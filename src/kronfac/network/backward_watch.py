@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from kronfac.network.sharded import marked
+
 
 class BackwardWatch:
     """Versions of gradients at the end of the last backward pass, and at the last step."""
@@ -32,7 +34,9 @@ class BackwardWatch:
         if self._before is not None:
             return False
         self._before = self._gradients()
-        Variable._execution_engine.queue_callback(self._end)
+        # Behind what backward passes have queued by their end: FSDP writes gradients then.
+        queue = Variable._execution_engine.queue_callback
+        queue(lambda: queue(self._end))
         return all(gradient is None for gradient, _ in self._before)
 
     def give_up(self) -> None:
@@ -67,7 +71,7 @@ class BackwardWatch:
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
         grads = [p.grad for p in self._parameters]
-        return [(g, 0 if g is None else g._version) for g in grads]
+        return [(None, 0) if g is None else marked(g) for g in grads]
 
 
 def _versions(gradients: Sequence[tuple[Tensor | None, int]]) -> Any:

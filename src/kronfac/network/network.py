@@ -20,6 +20,7 @@ from kronfac.network.learned import (
     load_unit,
     save_learned,
 )
+from kronfac.network.sharded import Shards
 from kronfac.network.side_effects import Buffers, put_back
 from kronfac.network.unit import Unit, parameters_of
 from kronfac.objective import Objective
@@ -43,11 +44,19 @@ class Network:
     discovered: bool = False
     """Whether the uses of all units have been looked at (`discovery.py`)."""
     learned: Learned = field(default_factory=Learned)
+    shards: Shards | None = None
+    """The user's own parameters, if they are sharded over processes: `model` is a whole copy then."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All trained parameters, in the order of the units."""
         return parameters_of(self.units)
+
+    @property
+    def given(self) -> list[nn.Parameter]:
+        """The same as the user's model has them, which may be sharded."""
+        shards = self.shards
+        return self.parameters if shards is None else [shards.given(p) for p in self.parameters]
 
     @property
     def device(self) -> torch.device:
@@ -102,12 +111,19 @@ class Network:
         """θ ← θ + factor · δ."""
         for p, part in zip(self.parameters, self.split(delta), strict=True):
             p.add_(part, alpha=factor)
+        self.push()
 
     @torch.no_grad()
     def place(self, theta: Matrices) -> None:
         """θ as given."""
         for p, part in zip(self.parameters, self.split(theta), strict=True):
             p.copy_(part)
+        self.push()
+
+    def push(self) -> None:
+        """Write θ to the shards, if there are some."""
+        if self.shards is not None:
+            self.shards.push()
 
     @contextmanager
     def displaced(self, delta: Matrices, factor: float = 1.0) -> Iterator[None]:
@@ -122,6 +138,7 @@ class Network:
             yield
         finally:
             put_back(list(zip(parameters, kept, strict=True)))
+            self.push()
 
     def learned_state(self) -> LearnedState:
         """What passes have shown of it, to be saved."""
