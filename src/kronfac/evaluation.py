@@ -159,6 +159,16 @@ class Evaluation:
         units = enumerate(self.network.units)
         return {n for n, unit in units if not all(self._fresh(p) for p in unit.parameters)}
 
+    def names_without_gradient(self) -> list[str]:
+        """What the closure left no gradient in: units, and parameters of those that it left some in."""
+        names = []
+        for n in sorted(self.without_gradient):
+            unit = self.network.units[n]
+            fresh = [self._fresh(p) for p in unit.parameters]
+            pairs = zip(unit.names, fresh, strict=True)
+            names += [name for name, has in pairs if not has] if any(fresh) else [unit.name]
+        return names
+
     def _fresh(self, p: nn.Parameter) -> bool:
         """Whether the closure left a gradient in a parameter."""
         old, version = self.stale.get(p, (None, 0))

@@ -221,8 +221,8 @@ class GradientCheck:
     def _check_gradients(self, evaluation: Evaluation) -> None:
         """Warn of parameters that the loss does not depend on."""
         units = evaluation.network.units
-        idle = [units[n].name for n in sorted(evaluation.without_gradient)]
-        if idle and len(idle) < len(units):
+        idle = evaluation.names_without_gradient()
+        if idle and len(evaluation.without_gradient) < len(units):
             self._warn(
                 "gradients",
                 f"The {self._where} left no gradient in {_list(idle)}, which counts as one of zero: layers "

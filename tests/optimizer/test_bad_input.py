@@ -225,6 +225,22 @@ class Skipping(nn.Module):
 
 
 @pytest.mark.parametrize("first", [True, False])
+def test_of_a_layer_that_has_some_gradients_the_parameters_without_one_are_named():
+    """Freezing all of it would be bad advice."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = KFAC(model, nn.MSELoss())
+    x, y = normal(8, 2), normal(8, 1, seed=1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model[1](model[0](x)) @ model[2].weight.T, y)
+        loss.backward()
+        return loss
+
+    with pytest.warns(UserWarning, match="left no gradient in '2.bias'"):
+        optimizer.step(closure)
+
+
 def test_a_layer_that_some_mini_batches_leave_out_is_trained_by_the_others(first):
     model = Skipping()
     optimizer = KFAC(model, nn.MSELoss())
