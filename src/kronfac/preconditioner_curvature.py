@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from kronfac.control import Measurement
+from kronfac.curvature_update import curvature_examples, update_curvature
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.evaluation import Evaluation
 from kronfac.grad_scaler import Scaling
@@ -15,7 +16,6 @@ from kronfac.loop import evaluate_loop
 from kronfac.network import Network, StandingRecorder, Unit
 from kronfac.settings import Settings
 from kronfac.state import CurrentInverse, State
-from kronfac.step import curvature_examples, update_curvature
 
 Sides = Literal["both", "inputs"]
 

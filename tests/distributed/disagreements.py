@@ -77,7 +77,7 @@ def statistics_raise(optimizer: KFAC, rank: int, size: int) -> str:
     fault = {"side_effect": BrokenError("no memory left")} if rank == size - 1 else {}
     if not fault:
         return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
-    with patch("kronfac.step.estimate", **fault):
+    with patch("kronfac.curvature_update.estimate", **fault):
         return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
 
 
@@ -120,7 +120,7 @@ def other_place(rank: int, size: int) -> Mapping[str, Any]:
     x, y = batch(0, rank, size)
     if rank:
         return {"said": attempt(lambda: optimizer.step(optimizer.closure(x, y)))}
-    with patch("kronfac.step.find_place", return_value=None):  # it leaves out a message
+    with patch("kronfac.curvature_update.find_place", return_value=None):  # it leaves out a message
         return {"said": attempt(lambda: optimizer.step(optimizer.closure(x, y)))}
 
 

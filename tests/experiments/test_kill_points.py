@@ -25,7 +25,7 @@ RUNS = {
     "nag": "--optimizer nag --average 7",
 }
 NIGHTLY_POINTS = 50
-"""Of each run: 200 in all."""
+"""Kill points of each run: 200 in all."""
 
 
 @dataclass(frozen=True)

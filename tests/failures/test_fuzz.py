@@ -36,7 +36,7 @@ class Problem:
     double: bool
     examples: int
     scales: tuple[float, float, float]
-    """Of inputs, targets and weights."""
+    """Scales of inputs, targets and weights."""
     spoil: str
     at: int
     """The step whose mini-batch is spoiled."""

@@ -158,6 +158,6 @@ def test_steps_are_those_by_passes(fisher, options, monkeypatch):
         return [p.detach() for p in u.parameters()]
 
     found = run()
-    monkeypatch.setattr("kronfac.step.can_be_explicit", lambda network, batch: False)
+    monkeypatch.setattr("kronfac.curvature_update.can_be_explicit", lambda network, batch: False)
     for p, expected in zip(found, run(), strict=True):
         assert_close(p, expected, rtol=1e-8, atol=1e-10)

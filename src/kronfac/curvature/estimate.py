@@ -12,13 +12,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Average, Block, Moments, blend
-from kronfac.curvature.curvature import Curvature, Link
+from kronfac.curvature.base import Block, Moments
+from kronfac.curvature.cross_moments import Chains
+from kronfac.curvature.curvature import Curvature
 from kronfac.curvature.fisher import Fisher, Outputs
 from kronfac.curvature.inverse import InverseUpdate
-from kronfac.curvature.kronecker import KroneckerBlock, Product, direct_or_transposed
-from kronfac.curvature.taps import Rows, SummedGradient, Tap, Taps
-from kronfac.distributed import ALONE, Part, Phase, Place, Ranks
+from kronfac.curvature.over_ranks import blended, blended_links, seed_of_rank, sum_over_ranks
+from kronfac.curvature.taps import SummedGradient, Tap, Taps
+from kronfac.distributed import ALONE, Place, Ranks
 from kronfac.objective import Terms
 
 
@@ -124,12 +125,14 @@ def estimate(
         block.average(_old(block, old, i), decay) if alone else block.average(None, 0.0)
         for i, block in enumerate(blocks)
     ]
-    chains = _Chains(blocks, links, old, decay) if alone else _Chains(blocks, links, None, 0.0)
+    chains = Chains(blocks, links, old, decay) if alone else Chains(blocks, links, None, 0.0)
     total = sample.examples
     met = [False] * len(blocks)
     signs = generator
     if not alone:  # as many as a rank has examples, and the ranks' generators stay alike
-        signs = torch.Generator(generator.device).manual_seed(_seed(generator, sample.world.rank))
+        signs = torch.Generator(generator.device).manual_seed(
+            seed_of_rank(generator, sample.world.rank)
+        )
     for part, view, noise in _with_noise(sample, fisher, generator):
         first, share = True, 0.0 if sample.weightless else part.examples / total
         scale = part.terms[0].scale or 1.0
@@ -164,66 +167,13 @@ def estimate(
     if alone:
         moments = tuple(average.value() for average in averages)
         return Curvature(moments, chains.value(), _examples(total, old, decay))
-    used = _sum_over_ranks(sample.world, averages, met, chains, update)
+    used = sum_over_ranks(sample.world, averages, met, chains, update)
     moments = tuple(
-        _blended(average, _old(block, old, n), decay, n in used)
+        blended(average, _old(block, old, n), decay, n in used)
         for n, (block, average) in enumerate(zip(blocks, averages, strict=True))
     )
-    linked = _blended_links(chains.value(), old, decay)
+    linked = blended_links(chains.value(), old, decay)
     return Curvature(moments, linked, _examples(total, old, decay))
-
-
-def _sum_over_ranks(
-    world: Ranks,
-    averages: Sequence[Average],
-    met: Sequence[bool],
-    chains: "_Chains",
-    update: InverseUpdate | None,
-) -> set[int]:
-    """Sum what the ranks have seen, in place; the numbers of the units that any of them has used."""
-    counts = [average.counts() for average in averages]
-    numbers = [float(used) for used in met] + [count for own in counts for count in own]
-    totals = world.total(Phase.STATISTICS, numbers)
-    start = len(met)
-    for own, average in zip(counts, averages, strict=True):
-        if own and any(totals[start : start + len(own)]):
-            average.recount(totals[start : start + len(own)])
-        start += len(own)
-    parts = [part for average in averages for part in average.parts()] + chains.parts()
-    world.sum_(Phase.STATISTICS, parts if update is None else parts + update.parts())
-    return {n for n, ranks in enumerate(totals[: len(met)]) if ranks}
-
-
-def _blended(average: Average, old: Moments | None, decay: float, used: bool) -> Moments:
-    """The moving average of a unit; as it was if no rank has used it."""
-    if old is not None and not used:
-        return old
-    if not used:
-        average.recount([1.0 for _ in average.counts()][:1] + [0.0 for _ in average.counts()][1:])
-    return blend(old, average.value(), decay)
-
-
-def _blended_links(
-    new: tuple[Link | None, ...], old: Curvature | None, decay: float
-) -> tuple[Link | None, ...]:
-    if old is None or not old.links or decay == 0:
-        return new
-    pairs = zip(new, old.links, strict=True)
-    return tuple(
-        link
-        if link is None or before is None
-        else Link(
-            torch.lerp(link.A_next, before.A_next, decay),
-            torch.lerp(link.G_next, before.G_next, decay),
-        )
-        for link, before in pairs
-    )
-
-
-def _seed(generator: torch.Generator, rank: int) -> int:
-    """A seed that differs from rank to rank and from step to step."""
-    state = generator.get_state()
-    return (int(state.to(torch.int64).sum()) * 1_000_003 + rank) % 2**63
 
 
 def _has_padding(terms: Terms) -> bool:
@@ -311,54 +261,3 @@ def head_counts(passes: Sequence[Examples]) -> dict[object, int]:
 def _head(number: int, terms: Terms) -> object:
     """What loss calls have in common that draw alike: passes may be about different losses."""
     return number, type(terms.likelihood), terms.event
-
-
-class _Chains:
-    """Cross moments of neighbouring units."""
-
-    def __init__(
-        self, blocks: Sequence[Block], links: Sequence[bool], old: Curvature | None, decay: float
-    ) -> None:
-        self._blocks = blocks
-        self._products: list[tuple[Product, Product] | None] = []
-        for i, linked in enumerate(links):
-            before = old.links[i] if old is not None and old.links else None
-            self._products.append(
-                (
-                    Product(None if before is None else before.A_next, decay),
-                    Product(None if before is None else before.G_next, decay),
-                )
-                if linked
-                else None
-            )
-
-    def add(self, taps: Sequence[Taps], first: bool, share: float, weight: float) -> None:
-        """Add what one backward pass shows."""
-        if not any(self._products):
-            return
-        rows = [self._rows(i, unit) for i, unit in enumerate(taps)]
-        for i, products in enumerate(self._products):
-            here, there = rows[i], rows[i + 1]
-            if products is None or here is None or there is None:
-                continue
-            if first:
-                products[0].add(here[0], there[0], share / len(here[0]))
-            products[1].add(here[1], there[1], weight)
-
-    def _rows(self, number: int, taps: Taps) -> tuple[Rows, Tensor] | None:
-        block = self._blocks[number]
-        if isinstance(taps, SummedGradient) or not taps or not isinstance(block, KroneckerBlock):
-            return None
-        a, g = block.rows(direct_or_transposed(taps))
-        return a[0], g[0]
-
-    def parts(self) -> list[Part]:
-        """All sums, to be summed over ranks."""
-        return [Part(side.sum) for pair in self._products if pair is not None for side in pair]
-
-    def value(self) -> tuple[Link | None, ...]:
-        """The averages with everything that was added."""
-        return tuple(
-            None if products is None else Link(products[0].value(), products[1].value())
-            for products in self._products
-        )

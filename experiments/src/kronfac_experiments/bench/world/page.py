@@ -28,7 +28,7 @@ class Measured:
     name: str
     processes: int
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     bytes: float
     """That a process sends in a step."""
     memory: float

@@ -1,0 +1,65 @@
+"""Statistics of one step, summed over the ranks, and then averaged with the old ones."""
+
+from collections.abc import Sequence
+
+import torch
+
+from kronfac.curvature.base import Average, Moments, blend
+from kronfac.curvature.cross_moments import Chains
+from kronfac.curvature.curvature import Curvature, Link
+from kronfac.curvature.inverse import InverseUpdate
+from kronfac.distributed import Phase, Ranks
+
+
+def sum_over_ranks(
+    world: Ranks,
+    averages: Sequence[Average],
+    met: Sequence[bool],
+    chains: Chains,
+    update: InverseUpdate | None,
+) -> set[int]:
+    """Sum what the ranks have seen, in place; the numbers of the units that any of them has used."""
+    counts = [average.counts() for average in averages]
+    numbers = [float(used) for used in met] + [count for own in counts for count in own]
+    totals = world.total(Phase.STATISTICS, numbers)
+    start = len(met)
+    for own, average in zip(counts, averages, strict=True):
+        if own and any(totals[start : start + len(own)]):
+            average.recount(totals[start : start + len(own)])
+        start += len(own)
+    parts = [part for average in averages for part in average.parts()] + chains.parts()
+    world.sum_(Phase.STATISTICS, parts if update is None else parts + update.parts())
+    return {n for n, ranks in enumerate(totals[: len(met)]) if ranks}
+
+
+def blended(average: Average, old: Moments | None, decay: float, used: bool) -> Moments:
+    """The moving average of a unit; as it was if no rank has used it."""
+    if old is not None and not used:
+        return old
+    if not used:
+        average.recount([1.0 for _ in average.counts()][:1] + [0.0 for _ in average.counts()][1:])
+    return blend(old, average.value(), decay)
+
+
+def blended_links(
+    new: tuple[Link | None, ...], old: Curvature | None, decay: float
+) -> tuple[Link | None, ...]:
+    """The moving averages of cross moments."""
+    if old is None or not old.links or decay == 0:
+        return new
+    pairs = zip(new, old.links, strict=True)
+    return tuple(
+        link
+        if link is None or before is None
+        else Link(
+            torch.lerp(link.A_next, before.A_next, decay),
+            torch.lerp(link.G_next, before.G_next, decay),
+        )
+        for link, before in pairs
+    )
+
+
+def seed_of_rank(generator: torch.Generator, rank: int) -> int:
+    """A seed that differs from rank to rank and from step to step."""
+    state = generator.get_state()
+    return (int(state.to(torch.int64).sum()) * 1_000_003 + rank) % 2**63
