@@ -1,4 +1,4 @@
-"""The curvature of a step: on which examples it is taken, and the moving averages with them [MG15 §5, §8]."""
+"""The curvature of a step: the examples that it is taken on, and the moving averages [MG15 §5, §8]."""
 
 from dataclasses import dataclass, replace
 from typing import cast
