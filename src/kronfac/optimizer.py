@@ -49,7 +49,7 @@ from kronfac.network import (
     remove_hooks,
 )
 from kronfac.network.sharded import Shards
-from kronfac.objective import UnknownLoss, objective_of
+from kronfac.objective import UnknownLoss, is_loss, objective_of
 from kronfac.parameters_first import Awaited, LateOptimizer
 from kronfac.planning import Plan, World, record_example, untouched
 from kronfac.precision import full_precision
@@ -150,6 +150,11 @@ class KFAC(LateOptimizer):
             raise TypeError(
                 "KFAC needs the model itself, whose layers it looks at, not its parameters: "
                 f"KFAC(model, loss); got a {type(model).__name__}."
+            )
+        if is_loss(model):
+            raise TypeError(
+                f"KFAC takes the model, then the loss: KFAC(model, loss); got a {type(model).__name__}, which "
+                f"is a loss, as the model, and a {type(loss).__name__} as the loss."
             )
         if loss is None:
             raise TypeError(

@@ -224,6 +224,11 @@ class Skipping(nn.Module):
         return self.top(h if self.skips else torch.tanh(self.middle(h)))
 
 
+def test_model_and_loss_in_the_wrong_order():
+    with pytest.raises(TypeError, match=r"KFAC\(model, loss\); got a MSELoss"):
+        KFAC(nn.MSELoss(), nn.Linear(2, 1))
+
+
 def test_of_a_layer_that_has_some_gradients_the_parameters_without_one_are_named():
     """Freezing all of it would be bad advice."""
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))

@@ -11,7 +11,7 @@ from kronfac.objective.huber import Huber
 from kronfac.objective.joined import JOINED
 from kronfac.objective.least_squares import least_squares
 from kronfac.objective.losses import READERS
-from kronfac.objective.objective import Objective, UnknownLoss, objective_of
+from kronfac.objective.objective import Objective, UnknownLoss, is_loss, objective_of
 from kronfac.objective.observe import LISTENERS, observe
 from kronfac.objective.poisson import Poisson
 from kronfac.objective.probability import BernoulliProbability
@@ -34,6 +34,7 @@ __all__ = [
     "Poisson",
     "Terms",
     "UnknownLoss",
+    "is_loss",
     "least_squares",
     "likelihood_loss",
     "objective_of",

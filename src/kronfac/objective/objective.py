@@ -177,6 +177,11 @@ _FORMS: dict[type[nn.Module], _Form] = {
 }
 
 
+def is_loss(module: nn.Module) -> bool:
+    """Whether a module is a loss that is known, and no model."""
+    return isinstance(module, Likelihood) or type(module) in _FORMS
+
+
 def objective_of(loss: nn.Module) -> Objective:
     """The objective that a loss module computes.
 
