@@ -153,8 +153,8 @@ class KFAC(LateOptimizer):
             )
         if is_loss(model):
             raise TypeError(
-                f"KFAC takes the model, then the loss: KFAC(model, loss); got a {type(model).__name__}, which "
-                f"is a loss, as the model, and a {type(loss).__name__} as the loss."
+                f"KFAC takes the model, then the loss: KFAC(model, loss); got a {type(model).__name__}, "
+                f"which is a loss, as the model, and a {type(loss).__name__} as the loss."
             )
         if loss is None:
             raise TypeError(
