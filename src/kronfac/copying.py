@@ -9,6 +9,7 @@ from torch import nn
 from kronfac import state as saving
 from kronfac.errors import StateError
 from kronfac.gradient_memory import GradientMemory
+from kronfac.modes import AveragingOptimizer
 from kronfac.network import check_moments
 from kronfac.state_groups import (
     is_zero,
@@ -18,10 +19,9 @@ from kronfac.state_groups import (
     saved_groups,
     with_options,
 )
-from kronfac.transitions import SteppingOptimizer
 
 
-class CopyingOptimizer(SteppingOptimizer):
+class CopyingOptimizer(AveragingOptimizer):
     """An optimizer whose copies go on as it would."""
 
     def state_dict(self) -> dict[str, Any]:

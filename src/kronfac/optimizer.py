@@ -113,6 +113,8 @@ class KFAC(LateOptimizer):
         inverse_lag: iterations from the start of a refresh to its use; if it is not 0 the inverse is
             computed in the background, beside the steps in between. Not in the first iterations.
         clip: a trust region: the step is scaled so that δᵀFδ ≤ clip²; None for none.
+        average_decay: ξ of an average of the iterates, θ̄ ← ξ θ̄ + (1 − ξ) θ, such as 0.99: `eval()` puts it
+            into the model, `train()` takes it out again. None for no average.
         other: what becomes of parameters of layers that KFAC does not know: `"diagonal"` gives them the
             block that fits how the first mini-batch uses them, a diagonal one if that is not seen;
             `"refuse"` raises an error that names them.
@@ -142,6 +144,7 @@ class KFAC(LateOptimizer):
         inverse_interval: int | None = None,
         inverse_lag: int = 0,
         clip: float | None = None,
+        average_decay: float | None = None,
         other: Other = "diagonal",
         blocks: Blocks | None = None,
         verbose: bool = False,
@@ -178,6 +181,7 @@ class KFAC(LateOptimizer):
             inverse_interval=inverse_interval,
             inverse_lag=inverse_lag,
             clip=clip,
+            average_decay=average_decay,
         )
         if other not in get_args(Other):
             raise ValueError(f"KFAC's other is one of {get_args(Other)}; got {other!r}.")
@@ -262,6 +266,7 @@ class KFAC(LateOptimizer):
         self._warn_of_rate(self.param_groups)
         if not self._need_model(closure):
             return None
+        self._refuse_in_eval()
         if closure is None and not self._rates and not self._recorder.forwards:
             self._publish_momentum(anyway=True)
             return None
@@ -368,6 +373,7 @@ class KFAC(LateOptimizer):
             super().add_param_group(param_group)
             check_group(self.param_groups[-1], len(self.param_groups) - 1)
             return
+        self.train()
         (group,) = groups_of([param_group], self._own_model)
         check_group({**self.defaults, **group}, len(self.param_groups))
         new = [item[1] if isinstance(item, tuple) else item for item in group["params"]]

@@ -66,6 +66,7 @@ class Settings:
     inverse_interval: int | None
     inverse_lag: int = 0
     clip: float | None = None
+    average_decay: float | None = None
 
     def __post_init__(self) -> None:
         kinds: tuple[tuple[str, type[Rule[Any]], str], ...] = (
@@ -95,6 +96,11 @@ class Settings:
             raise ValueError(
                 f"KFAC's clip is the largest Fisher norm of a step, positive and finite, or None; got "
                 f"{self.clip}."
+            )
+        if self.average_decay is not None and not 0 <= self.average_decay < 1:
+            raise ValueError(
+                "KFAC's average_decay, of the average of the iterates, lies in [0, 1), such as 0.99, or is "
+                f"None; got {self.average_decay}."
             )
         self.gamma.check_interval(self.inverse_interval)
 

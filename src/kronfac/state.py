@@ -24,6 +24,7 @@ from kronfac.control import (
 from kronfac.curvature import Curvature, DampedInverse
 from kronfac.errors import StateError
 from kronfac.gradient_memory import GradientMemory
+from kronfac.iterate_average import IterateAverage
 from kronfac.network import LearnedState, Matrices, Network, Unit, check_moments
 from kronfac.ranges import Count, NotNegative
 from kronfac.refresh import Refresh, SavedRefresh
@@ -33,7 +34,7 @@ from kronfac.storage import Layout, Unpacker, map_tensors, pack, tensors_in
 
 S = TypeVar("S")
 
-VERSION = 9
+VERSION = 10
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class State:
     current: CurrentInverse | None = None
     refresh: Refresh | None = None
     """Under way in the background."""
+    average: IterateAverage | None = None
+    """For evaluation, if it is wanted."""
 
 
 def initial_state(settings: Settings, weight_decay: float, device: torch.device) -> State:
@@ -114,6 +117,7 @@ class SavedState:
     curvature: Curvature | None
     current: CurrentInverse | None
     refresh: SavedRefresh | None
+    average: IterateAverage | None
     learned: LearnedState | None
     """What passes have shown of the network; None in states of earlier versions."""
     gradients: GradientMemory | None
@@ -276,6 +280,7 @@ def _continued(saved: SavedState, fresh: State, settings: Settings, weight_decay
         current=saved.current,
         # Without a lag every refresh is made at once.
         refresh=saved.refresh.restored() if saved.refresh and settings.inverse_lag else None,
+        average=saved.average,
     )
 
 

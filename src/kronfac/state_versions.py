@@ -2,7 +2,8 @@
 
 In version 6 what the rules remember lay flat beside each other; up to version 7 all units were linear
 layers, whose factors were listed by kind; up to version 8 what passes have shown of the network and
-comparisons of gradients was found anew by a resumed run.
+comparisons of gradients was found anew by a resumed run; up to version 9 there was no average of the
+iterates.
 """
 
 import math
@@ -27,7 +28,7 @@ def upgrade(saved: Any, version: Any, inverse: ApproximateInverse, current: int)
     Raises:
         StateError: it is of a version that is not known, or something is missing.
     """
-    if version not in (6, 7, 8):
+    if version not in (6, 7, 8, 9):
         raise StateError(
             f"This kronfac reads states of the versions 6 to {current}; got {version!r}."
         )
@@ -36,7 +37,9 @@ def upgrade(saved: Any, version: Any, inverse: ApproximateInverse, current: int)
             saved = _from_version_6(saved)
         if version < 8:
             saved = _from_version_7(saved, inverse)
-        return {**saved, "version": 9, "learned": None, "gradients": None}
+        if version < 9:
+            saved = {**saved, "learned": None, "gradients": None}
+        return {**saved, "version": 10, "average": None}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, StateError):
             raise

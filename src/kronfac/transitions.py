@@ -20,6 +20,7 @@ from kronfac.grad_scaler import Scaling
 from kronfac.gradient_check import GradientCheck
 from kronfac.groups import Groups, PerParameter
 from kronfac.interrupts import Allowed, Waiting, poll
+from kronfac.iterate_average import IterateAverage
 from kronfac.loop import evaluate_loop
 from kronfac.network import Batch, Network, StandingRecorder, restore
 from kronfac.planning import Plan, World, untouched
@@ -248,6 +249,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
         if isinstance(outcome, RefusedError):
             return self._refusal(evaluation, watch, outcome)
         with watch("commit"):
+            average = self._averaged(evaluation.network)
             if self._rates:
                 self._before.keep_parameters()
             self.network = evaluation.network
@@ -255,11 +257,18 @@ class SteppingOptimizer(torch.optim.Optimizer):
             self.network.learned.placement = self.network.placement
             if self._rates:  # or nothing moves, not even a zero's sign
                 self.network.move(outcome.delta)
-            self._become(outcome.state)
+            self._become(replace(outcome.state, average=average))
             # Not before: nobody would want that of a step that is not taken.
             if outcome.state.refresh is not None:
                 outcome.state.refresh.outcomes.begin()
         return outcome.report
+
+    def _averaged(self, network: Network) -> IterateAverage | None:
+        """The average of the iterates with the one that a step starts from, which was a step's end."""
+        decay = self.settings.average_decay
+        if decay is None or not self._state.iteration:
+            return None
+        return (self._state.average or IterateAverage()).updated(network.theta(), decay)
 
     @property
     def _own_groups(self) -> Groups:

@@ -198,7 +198,7 @@ UNFIT = {
     ),
     "another version": (
         lambda: _edited(_trained().state_dict(), version=1),
-        "versions 6 to 9; got 1",
+        "versions 6 to 10; got 1",
     ),
     "no version": (lambda: _without(_trained().state_dict(), "version"), "version"),
     "other layers": (lambda: _trained(_named("a", "b")).state_dict(), r"\['a', 'b'\]"),

@@ -208,9 +208,14 @@ def _between(
 
 
 def _vectors(settings: Settings) -> int:
-    """Vectors in parameter space that the state has: momentum, and what rolls a step back."""
+    """Vectors in parameter space that the state has: momentum, what rolls a step back, and θ̄."""
+    return 1 + _rollback(settings) + (settings.average_decay is not None)
+
+
+def _rollback(settings: Settings) -> int:
+    """Vectors that roll a step back."""
     validates = any(settings.damping.measures(k) == "next" for k in VALIDATED)
-    return 3 if validates and settings.acceptance.rejection is not None else 1
+    return 2 if validates and settings.acceptance.rejection is not None else 0
 
 
 def _candidates(settings: Settings, weight_decay: float) -> int:
@@ -245,7 +250,7 @@ def _memory(
         gradients=trained,
         matrices=sum(map(_bytes, joined)),
         state=sum(row.state for row in rows),
-        rollback=(_vectors(settings) - 1) * trained,
+        rollback=_rollback(settings) * trained,
         noise=noisy * trained,
         moments=sum(row.moments for row in rows),
         refresh=sum(row.refresh for row in rows),

@@ -65,7 +65,7 @@ class Memory:
     matrices: int
     """The gradient as matrices V, with biases in a column: copies, if a unit has several parameters."""
     state: int
-    """Statistics, inverse, momentum, and what it takes to roll back a step."""
+    """Statistics, inverse, momentum, what it takes to roll back a step, and the average for `eval()`."""
     rollback: int
     """What it takes to roll back a step: gone once that is validated, before anything else is made."""
     noise: int
