@@ -163,6 +163,20 @@ def scaled(rank: int, size: int) -> Mapping[str, Any]:
     return run.found()
 
 
+def averaged(rank: int, size: int) -> Mapping[str, Any]:
+    """The average of the iterates in the model, and its own parameters again."""
+    run = Training(rank, size, average_decay=0.9)
+    run.loop(0, 4)
+    iterate = flat(run.model)
+    run.optimizer.eval()
+    average = flat(run.model)
+    run.optimizer.train()
+    back = torch.equal(flat(run.model), iterate)
+    run.loop(4, 6)
+    run.optimizer.eval()
+    return run.found(moves=not torch.equal(average, iterate), comes_back=back)
+
+
 SHARDED: dict[str, Case] = {
     "sharded-saved": saved,
     "sharded-rejected": rejected,
@@ -171,4 +185,5 @@ SHARDED: dict[str, Case] = {
     "sharded-late": late,
     "sharded-clipped": clipped,
     "sharded-scaled": scaled,
+    "sharded-averaged": averaged,
 }
