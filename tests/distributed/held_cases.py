@@ -90,7 +90,7 @@ def measure(rank: int, size: int, *, share: float, inverse: str) -> Mapping[str,
     x, y = even_data()
     own = part(EXAMPLES, rank, size)
     travelled = []
-    for _ in range(3 * INTERVAL):
+    for _ in range(2 * INTERVAL):
         before = world.sent
         optimizer.step(optimizer.closure(x[own], y[own]))
         travelled.append(world.sent - before)

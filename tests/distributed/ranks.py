@@ -65,6 +65,7 @@ def main(folder: Path, sizes: list[int], names: list[str]) -> int:
         checkpoints,
         disagreements,
         held_cases,
+        held_faults,
         sharded_cases,
     )
 
@@ -74,6 +75,7 @@ def main(folder: Path, sizes: list[int], names: list[str]) -> int:
         checkpoints.CASES,
         disagreements.CASES,
         held_cases.HELD,
+        held_faults.HELD_FAULTS,
         sharded_cases.SHARDED,
     )
     known = {name: case for some in several for name, case in some.items()}

@@ -124,7 +124,7 @@ class Processes(Ranks):
             places = ", ".join(f"rank {r}: {Phase(int(row[1])).name}" for r, row in enumerate(rows))
             raise RankError(
                 "The ranks have come to different places, because they do not do the same: "
-                f"{places}. Call step() equally often on all ranks, with the same settings."
+                f"{places}. Call step() and state_dict() equally often on all ranks, with equal settings."
             )
         most = max(int(row[2]) for row in rows)
         if most > SHORT:
