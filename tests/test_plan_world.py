@@ -106,8 +106,16 @@ def test_second_moments_in_the_eigenbasis_are_statistics_too():
         spread(2, PLANS[inverse]).bytes["statistics"] for inverse in ("block_diagonal", "ekfac")
     ]
     assert sent[1] - sent[0] == 4 * PARAMETERS
-    with pytest.raises(ValueError, match="all eigenbases"):
-        spread(4, PLANS["ekfac"], inverse_share=0.25)
+
+
+def test_the_bases_of_ekfac_are_lent_to_all_processes():
+    own, all_hold = (spread(4, PLANS["ekfac"], inverse_share=share) for share in (0.25, 1.0))
+    inverses = [4 * (a * a + b * b + a * b + a + b) for a, b in ((21, 40), (41, 30), (31, 5))]
+    assert own.bytes["bases"] == sum(inverses) * 3 / 4
+    assert all_hold.bytes["bases"] == 0
+    # While statistics are taken a process has all of them.
+    borrowed = own.memory.activations - all_hold.memory.activations
+    assert borrowed == all_hold.memory.state - own.memory.state == sum(inverses) - max(inverses)
 
 
 def test_what_torch_sends_counts_apart():

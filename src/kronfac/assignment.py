@@ -38,3 +38,22 @@ def sums_by_rank(costs: Sequence[float], assignment: Sequence[int], ranks: int) 
     for cost, rank in zip(costs, assignment, strict=True):
         loads[rank] += cost
     return loads
+
+
+def group_count(ranks: int, share: float) -> int:
+    """How many groups there are if each has at least this share of the ranks, rounded, and at least one."""
+    return max(1, ranks // max(1, round(share * ranks)))
+
+
+def groups_of_ranks(ranks: int, share: float) -> list[list[int]]:
+    """The ranks in groups, neighbours together and groups as equal as can be.
+
+    Args:
+        ranks: how many there are, at least 1.
+        share: see `group_count`.
+    """
+    groups = group_count(ranks, share)
+    found: list[list[int]] = [[] for _ in range(groups)]
+    for rank in range(ranks):
+        found[rank * groups // ranks].append(rank)
+    return found

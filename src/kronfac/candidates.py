@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from kronfac.control import Measurement
 from kronfac.curvature import DampedInverse
-from kronfac.divided_refresh import Divided
+from kronfac.distributed import Holders
+from kronfac.divided_refresh import Divided, hold
 from kronfac.errors import MemoryExhaustedError
 from kronfac.evaluation import Point
 from kronfac.network import Matrices
@@ -58,6 +59,7 @@ def best_proposal(
             events.append(Event(kind, f"γ = {gamma:.4g}: {failure}"))
             continue
         with watch("inverse"):
+            outcome = hold(outcome, proposer.curvature, _holders(settings, proposer))
             outcome, repaired = _repair(settings, proposer, stale, gamma, outcome)
             events += repaired
         with watch("inverse"):
@@ -111,9 +113,14 @@ def _refresh(
     # γ has to follow at once if λ has moved far; and without an inverse there is no step.
     lag = 0 if drifted or current is None else settings.lag(m.iteration)
     made = (proposer.by_unit(settings.inverse), proposer.curvature, candidates)
-    world = proposer.point.evaluation.spread.world
-    outcomes: Outcomes = Computed(*made) if world.size == 1 else Divided(*made, world)
+    holders = _holders(settings, proposer)
+    alone = holders.world.size == 1
+    outcomes: Outcomes = Computed(*made) if alone else Divided(*made, holders)
     return Refresh(m.iteration, m.iteration + lag, m.lambda_, candidates, outcomes), m
+
+
+def _holders(settings: Settings, proposer: Proposer) -> Holders:
+    return Holders.of(proposer.point.evaluation.spread.world, settings.inverse_share)
 
 
 def _repair(

@@ -1,59 +1,94 @@
-"""A refresh of the inverse in which every rank inverts some of the blocks, and gets the others.
+"""A refresh of the inverse in which every rank inverts some of the blocks, and gets others.
 
 Units are given to ranks by what their inverse costs, the dearest first, each to the rank that has least to
-do so far; a chain goes to one rank as a whole. So the inverse is the same on all ranks to the last bit,
-which one that every rank had computed for itself would not be.
+do so far; a chain goes to one rank as a whole. It is sent to the ranks that are to hold it: all of them, or
+those of a group (`divided_inverse.py`). So the inverse is the same on all of these to the last bit, which
+one that every rank had computed for itself would not be.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from kronfac.assignment import assign
 from kronfac.curvature import ApproximateInverse, Curvature, DampedInverse
-from kronfac.curvature.inverse import ChainOperator, Piece, PreparedInverse, failed
-from kronfac.distributed import Part, Phase, Ranks
+from kronfac.curvature.inverse import (
+    Piece,
+    Placed,
+    PreparedInverse,
+    failed,
+    length_of,
+    without_unusable,
+)
+from kronfac.distributed import Holders, Phase
+from kronfac.divided_inverse import DividedInverse, Received, describe, divide, place, symmetric_in
+from kronfac.errors import RankError
 from kronfac.linalg import Failure
 from kronfac.refresh import Computed, Outcome
-from kronfac.storage import Storable, Unpacker, pack, tensors_in
-
-_TENSOR = "tensor"
+from kronfac.storage import pack, tensors_in
 
 
 def prepare_over_ranks(
-    inverse: ApproximateInverse, curvature: Curvature, world: Ranks
+    inverse: ApproximateInverse, curvature: Curvature, holders: Holders
 ) -> PreparedInverse:
     """What every γ shares, with the work divided if there are several ranks."""
-    return inverse.prepare(curvature) if world.size == 1 else _Prepared(inverse, curvature, world)
+    if holders.world.size == 1:
+        return inverse.prepare(curvature)
+    return _Prepared(inverse, curvature, holders)
+
+
+def hold(inverse: DampedInverse, curvature: Curvature, holders: Holders) -> DampedInverse:
+    """A whole inverse, such as a loaded one, without the pieces that this rank is not to hold.
+
+    Raises:
+        RankError: it is divided already, among other ranks.
+    """
+    if isinstance(inverse, DividedInverse):
+        inverse.check_holders(holders)
+    elif holders.divided:
+        device = tensors_in(curvature)[0].device
+        return divide(inverse, _groups(curvature, holders), holders, device)
+    return inverse
+
+
+def _groups(curvature: Curvature, holders: Holders) -> tuple[int, ...]:
+    """The group of ranks that holds the inverse of each unit: that of the rank which computes it."""
+    return tuple(map(holders.group_of, owners_of(curvature, holders.world.size)))
 
 
 @dataclass(frozen=True)
 class _Prepared:
     inverse: ApproximateInverse
     curvature: Curvature
-    world: Ranks
+    holders: Holders
 
     def damped(self, gamma: float) -> DampedInverse:
-        (outcome,) = Divided(self.inverse, self.curvature, (gamma,), self.world)
+        (outcome,) = Divided(self.inverse, self.curvature, (gamma,), self.holders)
         assert isinstance(outcome, DampedInverse)
         return outcome
 
 
 class Divided:
-    """Outcomes of which every rank computes its part, and which are put together when asked for."""
+    """Outcomes of which every rank computes its part, and which are put together when asked for.
+
+    Args:
+        inverse: how the curvature is inverted.
+        curvature: the same on all ranks.
+        candidates: the γ's.
+        holders: who is to hold which part.
+    """
 
     def __init__(
         self,
         inverse: ApproximateInverse,
         curvature: Curvature,
         candidates: tuple[float, ...],
-        world: Ranks,
+        holders: Holders,
     ) -> None:
-        self._world, self._curvature = world, curvature
+        world = holders.world
+        self._world, self._holders, self._curvature = world, holders, curvature
         owners = owners_of(curvature, world.size)
         self._owned = [
             [n for n, owner in enumerate(owners) if owner == r] for r in range(world.size)
@@ -90,22 +125,47 @@ class Divided:
         return outcome.pieces
 
     def _put_together(self, own: Sequence[Piece]) -> DampedInverse:
+        world, holders = self._world, self._holders
         device = tensors_in(self._curvature)[0].device
-        described = json.dumps([_describe(pack(piece)) for piece in own])
-        texts = self._world.texts(Phase.REFRESH, described)
-        found = [_Received(json.loads(text), device) for text in texts]
+        if holders.divided:  # here, because ranks that do not hold a piece can't tell
+            own = without_unusable(own)
+        said = [(length_of(piece), describe(pack(piece))) for piece in own]
+        texts = world.texts(Phase.REFRESH, json.dumps([len(holders.groups), said]))
+        told = [json.loads(text) for text in texts]
+        _check_groups([groups for groups, _ in told])
+        found = [
+            Received(
+                [piece for _, piece in pieces if holders.holds(r) or not symmetric_in(piece)],
+                device,
+            )
+            for r, (_, pieces) in enumerate(told)
+        ]
         # As the others get it: the layout of its memory decides how a product is rounded.
-        for to, made in zip(found[self._world.rank].parts, tensors_in(list(own)), strict=True):
+        for to, made in zip(found[world.rank].parts, tensors_in(list(own)), strict=True):
             to.tensor.copy_(made)
-        self._world.gather(Phase.REFRESH, [])  # all ranks have the memory for it
+        world.gather(Phase.REFRESH, [])  # all ranks have the memory for it
         pieces: dict[int, Piece] = {}
-        for rank, (theirs, numbers) in enumerate(zip(found, self._owned, strict=True)):
-            self._world.broadcast_(Phase.REFRESH, theirs.parts, rank)
-            place = 0
-            for piece in theirs.pieces:
-                pieces[numbers[place]] = piece
-                place += piece.length if isinstance(piece, ChainOperator) else 1
-        return DampedInverse(tuple(pieces[n] for n in sorted(pieces)))
+        for rank, (received, (_, theirs)) in enumerate(zip(found, told, strict=True)):
+            holders.send_(Phase.REFRESH, received.parts, rank)
+            group, arrived, start = holders.group_of(rank), iter(received.pieces), 0
+            for length, described in theirs:
+                here = holders.holds(rank) or not symmetric_in(described)
+                piece: Piece = next(arrived) if here else Placed(group, length, None)
+                number = self._owned[rank][start]
+                pieces[number] = place(piece, group, holders) if holders.divided else piece
+                start += length
+        ordered = tuple(pieces[n] for n in sorted(pieces))
+        if not holders.divided:
+            return DampedInverse(ordered)
+        return DividedInverse(ordered, _groups(self._curvature, holders), holders, device)
+
+
+def _check_groups(found: Sequence[int]) -> None:
+    if len(set(found)) > 1:
+        raise RankError(
+            "The ranks have different settings of inverse_share, by which these numbers of groups hold "
+            f"an inverse, rank by rank: {list(found)}. Give all ranks the same one."
+        )
 
 
 def owners_of(curvature: Curvature, ranks: int) -> list[int]:
@@ -129,40 +189,3 @@ def _cost(M: Tensor) -> float:
     """Multiplications of an inverse, but for a factor: those of n³ for a matrix, of its numbers else."""
     square = M.dim() > 1 and M.shape[-1] == M.shape[-2]
     return float(M.numel() * (M.shape[-1] if square else 1))
-
-
-def _describe(packed: Any) -> Any:
-    """What `pack` made, with what there is to know of it in the place of every tensor."""
-    if isinstance(packed, Tensor):
-        square = packed.dim() > 1 and packed.shape[-1] == packed.shape[-2]
-        symmetric = square and bool((packed == packed.mT).all())
-        dtype = str(packed.dtype).removeprefix("torch.")
-        return {_TENSOR: list(packed.shape), "dtype": dtype, "symmetric": symmetric}
-    if isinstance(packed, dict):
-        return {key: _describe(item) for key, item in packed.items()}
-    return [_describe(item) for item in packed] if isinstance(packed, list) else packed
-
-
-class _Received:
-    """Inverses of described kinds and shapes, to be filled in; symmetric matrices travel packed."""
-
-    def __init__(self, described: Sequence[Any], device: torch.device) -> None:
-        self._device = device
-        self._symmetric: list[bool] = []
-        unpacker = Unpacker(device)
-        packed = [
-            self._empty(item) for item in described
-        ]  # all at once: tensors go by their identity
-        self.pieces = [cast(Piece, unpacker.unpack(Storable, item)) for item in packed]
-        tensors = tensors_in(self.pieces)
-        self.parts = [Part(*pair) for pair in zip(tensors, self._symmetric, strict=True)]
-
-    def _empty(self, item: Any) -> Any:
-        """What `pack` would make, with zeros in all tensors."""
-        if isinstance(item, dict) and _TENSOR in item:
-            self._symmetric.append(item["symmetric"])
-            dtype = getattr(torch, item["dtype"])
-            return torch.zeros(item[_TENSOR], dtype=dtype, device=self._device)
-        if isinstance(item, dict):
-            return {key: self._empty(value) for key, value in item.items()}
-        return [self._empty(value) for value in item] if isinstance(item, list) else item

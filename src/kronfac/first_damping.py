@@ -9,6 +9,7 @@ from dataclasses import replace
 from kronfac.control import ROUNDING
 from kronfac.control.lambda_search import LambdaSearch
 from kronfac.curvature import ApproximateInverse
+from kronfac.distributed import Holders
 from kronfac.divided_refresh import prepare_over_ranks
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError, out_of_memory
 from kronfac.evaluation import RefusedError
@@ -16,7 +17,10 @@ from kronfac.proposal import Proposer
 
 
 def first_lambda(
-    proposer: Proposer, inverse: ApproximateInverse, search: LambdaSearch | None
+    proposer: Proposer,
+    inverse: ApproximateInverse,
+    search: LambdaSearch | None,
+    inverse_share: float = 1.0,
 ) -> tuple[float, int]:
     """λ₀ and the number of trials, starting at the proposer's λ or, if that is NaN, at the mean curvature.
 
@@ -30,9 +34,8 @@ def first_lambda(
     if search is None or not evaluation.comparable():
         return start, 0
     try:
-        prepared = prepare_over_ranks(
-            inverse.for_trials, proposer.curvature, evaluation.spread.world
-        )
+        holders = Holders.of(evaluation.spread.world, inverse_share)
+        prepared = prepare_over_ranks(inverse.for_trials, proposer.curvature, holders)
     except (NonFiniteError, NotPositiveDefiniteError):
         return start, 0
     except (RuntimeError, MemoryError) as error:

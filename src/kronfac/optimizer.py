@@ -112,6 +112,9 @@ class KFAC(LateOptimizer):
             of the iterations so far, up to 20.
         inverse_lag: iterations from the start of a refresh to its use; if it is not 0 the inverse is
             computed in the background, beside the steps in between. Not in the first iterations.
+        inverse_share: the share of the processes that hold the inverse of a unit, if there are several: 1
+            for all, so that only refreshes send something; 1/W or less for one of W, which saves memory,
+            and then directions are sent in every step.
         clip: a trust region: the step is scaled so that δᵀFδ ≤ clip²; None for none.
         average_decay: ξ of an average of the iterates, θ̄ ← ξ θ̄ + (1 − ξ) θ, such as 0.99: `eval()` puts it
             into the model, `train()` takes it out again. None for no average.
@@ -143,6 +146,7 @@ class KFAC(LateOptimizer):
         fisher_fraction: float | None = None,
         inverse_interval: int | None = None,
         inverse_lag: int = 0,
+        inverse_share: float = 1.0,
         clip: float | None = None,
         average_decay: float | None = None,
         other: Other = "diagonal",
@@ -180,6 +184,7 @@ class KFAC(LateOptimizer):
             fisher_fraction=fisher_fraction,
             inverse_interval=inverse_interval,
             inverse_lag=inverse_lag,
+            inverse_share=inverse_share,
             clip=clip,
             average_decay=average_decay,
         )
@@ -293,9 +298,9 @@ class KFAC(LateOptimizer):
                 self._shards.pull()
                 model = self.network.model
             batch = record_example(model, self.network, example, targets, callers)
-            return self._plan(
-                self.network, batch, World(world) if isinstance(world, int) else world
-            )
+            if isinstance(world, int):
+                world = World(world, inverse_share=self.settings.inverse_share)
+            return self._plan(self.network, batch, world)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, and what was recorded of the passes that they came from."""
@@ -454,14 +459,14 @@ def plan(
         ExampleError: the model can't be called with the example, or the targets don't fit.
         UnsupportedModelError: `KFAC` would refuse the model.
     """
-    if isinstance(world, int):
-        world = World(world)
     if bandwidth is not None:
         if world is None:
             raise ValueError(
                 f"kronfac.plan takes a bandwidth for several processes; got bandwidth={bandwidth} and no "
                 "world. Pass world=64, or whatever their number is."
             )
+        if isinstance(world, int):
+            world = World(world, inverse_share=settings.get("inverse_share", 1.0))
         world = replace(world, bandwidth=bandwidth)
     optimizer = KFAC(model, loss, **settings)
     try:

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from kronfac.curvature import ApproximateInverse, Curvature, DampedInverse
+from kronfac.distributed import Phase
 from kronfac.errors import (
     MemoryExhaustedError,
     NonFiniteError,
@@ -190,8 +191,11 @@ class SavedRefresh:
 
     @classmethod
     def of(cls, refresh: Refresh) -> "SavedRefresh":
-        """Waits for the outcomes."""
-        outcomes = tuple(str(o) if isinstance(o, Exception) else o for o in refresh.outcomes)
+        """Waits for the outcomes, which are whole."""
+        outcomes = tuple(
+            str(o) if isinstance(o, Exception) else o.gathered(Phase.STATE, on_host=True)
+            for o in refresh.outcomes
+        )
         numbers = refresh.iteration, refresh.adoption, refresh.lambda_, refresh.candidates
         return cls(*numbers, outcomes)
 

@@ -13,11 +13,10 @@ import torch
 from kronfac.curvature import ApproximateInverse, Curvature, DampedInverse
 from kronfac.curvature.damping_by_unit import DampedByUnit
 from kronfac.curvature.diagonal import DiagonalOperator
-from kronfac.curvature.inverse import ChainOperator, Failed, Piece
+from kronfac.curvature.inverse import Piece, usable, without_unusable
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.network import Matrices, Unit
 from kronfac.report import Event, EventKind
-from kronfac.storage import tensors_in
 
 MORE_DAMPING = (10.0, 100.0)
 """Factors of γ that are tried, one after the other, for a block that has no inverse."""
@@ -33,7 +32,9 @@ def repair(
     gradient: Matrices,
 ) -> tuple[DampedInverse, list[Event]]:
     """The inverse with something usable in the place of every block that is not; and what that is."""
-    damped = _without_unusable(damped)
+    pieces = without_unusable(damped.pieces)
+    if any(a is not b for a, b in zip(pieces, damped.pieces, strict=False)):
+        damped = replace(damped, pieces=tuple(pieces))
     if not damped.failures:
         return damped, []
     events: dict[EventKind, list[str]] = {}
@@ -53,7 +54,7 @@ def repair(
         EventKind.BLOCK_FAILED: "the last good inverse is kept of",
         EventKind.BLOCK_PLAIN: "the plain gradient is used for",
     }
-    return _with_pieces(damped, mended), [
+    return damped.mended(mended), [
         Event(kind, f"γ = {gamma:.4g}: {said[kind]} {', '.join(names)}.")
         for kind, names in events.items()
     ]
@@ -74,27 +75,6 @@ def plain(curvature: Curvature, gamma: float, n: int, gradient: Matrices) -> Dia
     return DiagonalOperator(torch.full_like(gradient[n], scale))
 
 
-def usable(piece: Piece) -> bool:
-    """Whether all numbers of an inverse are finite."""
-    if isinstance(piece, Failed):
-        return False
-    finite = [t.isfinite().all() for t in tensors_in(piece)]
-    return not finite or bool(torch.stack(finite).all())
-
-
-def _without_unusable(damped: DampedInverse) -> DampedInverse:
-    """The inverse with `Failed` for units whose operator is unusable; a chain is divided at all of its."""
-    pieces: list[Piece] = []
-    for piece in damped.pieces:
-        if isinstance(piece, Failed) or usable(piece):
-            pieces.append(piece)
-        else:
-            length = piece.length if isinstance(piece, ChainOperator) else 1
-            pieces += [Failed("its inverse is not finite")] * length
-    unchanged = all(a is b for a, b in zip(pieces, damped.pieces, strict=False))
-    return damped if unchanged else replace(damped, pieces=tuple(pieces))
-
-
 def _more_damped(
     strategy: ApproximateInverse, curvature: Curvature, gamma: float, n: int
 ) -> Piece | None:
@@ -109,11 +89,3 @@ def _more_damped(
         if usable(piece):
             return piece
     return None
-
-
-def _with_pieces(damped: DampedInverse, mended: dict[int, Piece]) -> DampedInverse:
-    pieces, number = list(damped.pieces), 0
-    for i, piece in enumerate(damped.pieces):
-        pieces[i] = mended.get(number, piece) if isinstance(piece, Failed) else piece
-        number += piece.length if isinstance(piece, ChainOperator) else 1
-    return replace(damped, pieces=tuple(pieces))

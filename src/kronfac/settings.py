@@ -65,6 +65,7 @@ class Settings:
     fisher_fraction: float | None
     inverse_interval: int | None
     inverse_lag: int = 0
+    inverse_share: float = 1.0
     clip: float | None = None
     average_decay: float | None = None
 
@@ -91,6 +92,12 @@ class Settings:
             raise ValueError(
                 f"inverse_lag must be between 0 and {largest}: a background refresh has to be adopted "
                 f"before the next one starts. Got {self.inverse_lag}."
+            )
+        if not (isinstance(self.inverse_share, (int, float)) and 0 < self.inverse_share <= 1):
+            raise ValueError(
+                "KFAC's inverse_share is the share of the processes that hold the inverse of a unit, above "
+                "0 and at most 1: 1.0 if all hold all of them, 1/W or less if each of W processes holds "
+                f"its own. Got {self.inverse_share!r}."
             )
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(

@@ -22,6 +22,7 @@ from kronfac.control import (
     StepState,
 )
 from kronfac.curvature import Curvature, DampedInverse
+from kronfac.distributed import Phase
 from kronfac.errors import StateError
 from kronfac.gradient_memory import GradientMemory
 from kronfac.iterate_average import IterateAverage
@@ -160,7 +161,13 @@ def save(
     settings: Settings,
     gradients: GradientMemory | None = None,
 ) -> dict[str, Any]:
-    """A dictionary that `torch.load(weights_only=True)` reads back."""
+    """A dictionary that `torch.load(weights_only=True)` reads back, the same in all processes.
+
+    If each of them holds a part of the inverse, all of them make one whole.
+    """
+    if (current := state.current) is not None:
+        whole = current.inverse.gathered(Phase.STATE, on_host=True)
+        state = replace(state, current=replace(current, inverse=whole))
     saved = SavedState(
         version=VERSION,
         units=tuple(unit.name for unit in network.units),

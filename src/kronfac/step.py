@@ -83,7 +83,8 @@ def compute_step(
     if m.iteration == 1 and (settings.damping.search is not None or math.isnan(m.lambda_)):
         with watch("first_lambda"):
             inverse = proposer.by_unit(settings.inverse)
-            lambda_, trials = first_lambda(proposer, inverse, settings.damping.search)
+            search, share = settings.damping.search, settings.inverse_share
+            lambda_, trials = first_lambda(proposer, inverse, search, share)
         damping = replace(before.damping, lambda_=lambda_)
         before = replace(
             before, damping=damping, gamma=initial_gamma(settings, damping, m.weight_decay)

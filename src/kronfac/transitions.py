@@ -13,7 +13,8 @@ from torch import nn
 
 from kronfac.closure_call import evaluate
 from kronfac.conditions import Conditions
-from kronfac.distributed import Processes
+from kronfac.distributed import Holders, Processes, Ranks
+from kronfac.divided_refresh import hold
 from kronfac.errors import RankError
 from kronfac.evaluation import Evaluation, Point, RefusedError
 from kronfac.grad_scaler import Scaling
@@ -234,13 +235,25 @@ class SteppingOptimizer(torch.optim.Optimizer):
         """The step from this mini-batch, or why there is none."""
         with watch("gradient"):
             point = Point.of(evaluation)
+        state = self._held_state(evaluation.spread.world)
         try:
             with evaluation.network.buffers.preserved():
                 return compute_step(
-                    self.settings, point, self._state, watch, outlier=outlier, rates=self._rates
+                    self.settings, point, state, watch, outlier=outlier, rates=self._rates
                 )
         except RefusedError as refusal:
             return refusal
+
+    def _held_state(self, world: Ranks) -> State:
+        """The state with what of the inverse this process is to hold: a loaded one has all of it."""
+        state = self._state
+        if state.current is None or state.curvature is None:
+            return state
+        holders = Holders.of(world, self.settings.inverse_share)
+        held = hold(state.current.inverse, state.curvature, holders)
+        if held is state.current.inverse:
+            return state
+        return replace(state, current=replace(state.current, inverse=held))
 
     def _commit(
         self, evaluation: Evaluation, outcome: Transition | RefusedError, watch: Stopwatch

@@ -122,7 +122,7 @@ def train(
         assert even, "the objective is another one"
         model = shard(model)
     optimizer = KFAC(model if ddp and loop != "inner" else inner, loss, **settings)
-    reports = []
+    reports, events = [], []
     for k in range(STEPS):
         x, y = data(k, examples)
         own = part(examples, rank, size)
@@ -152,7 +152,9 @@ def train(
         report = optimizer.report
         assert report is not None
         reports.append([report.loss, report.lambda_, report.gamma, report.alpha or 0.0])
-    return {"parameters": flat(inner), "reports": torch.tensor(reports, dtype=torch.float64)}
+        events += [f"{k}: {event.kind.name}" for event in report.events]
+    numbers = torch.tensor(reports, dtype=torch.float64)
+    return {"parameters": flat(inner), "reports": numbers, "events": events}
 
 
 EXACT: dict[str, Any] = {"fisher": "exact", "statistics_fraction": 1.0, "fisher_fraction": 1.0}

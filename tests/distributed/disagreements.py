@@ -42,12 +42,14 @@ def steps(optimizer: KFAC, rank: int, size: int, number: int, start: int = 0) ->
         optimizer.step(optimizer.closure(*batch(k, rank, size)))
 
 
-def fail_once(rank: int, size: int, fault: Callable[[KFAC, int, int], str]) -> Mapping[str, Any]:
+def fail_once(
+    rank: int, size: int, fault: Callable[[KFAC, int, int], str], **settings: Any
+) -> Mapping[str, Any]:
     """Three steps, a fault on the last rank, three steps; and the same without a fault."""
     found: dict[str, Any] = {}
     for name in ("disturbed", "undisturbed"):
         model = perceptron().double()
-        optimizer = KFAC(model, nn.MSELoss())
+        optimizer = KFAC(model, nn.MSELoss(), **settings)
         steps(optimizer, rank, size, 3)
         if name == "disturbed":
             before = flat(model)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from kronfac.curvature.curvature import Curvature
 from kronfac.curvature.inverse import (
     ApproximateInverse,
-    ChainOperator,
     DampedInverse,
     Piece,
     PreparedInverse,
+    length_of,
 )
 
 
@@ -51,5 +51,5 @@ class _Prepared:
             place = 0
             for piece in prepared.damped((gamma**2 + extra) ** 0.5).pieces:
                 pieces[numbers[place]] = piece
-                place += piece.length if isinstance(piece, ChainOperator) else 1
+                place += length_of(piece)
         return DampedInverse(tuple(pieces[n] for n in sorted(pieces)))

@@ -44,7 +44,7 @@ from kronfac.curvature.damping import FactoredTikhonov, Tikhonov
 from kronfac.curvature.inverse import ApproximateInverse, DampedInverse, Piece, failed
 from kronfac.curvature.kronecker import KroneckerMoments
 from kronfac.curvature.taps import AnyTap, SummedGradient, Tap, Taps, gradients_of_examples
-from kronfac.distributed import Part
+from kronfac.distributed import Part, Phase
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.linalg import Failure, each, eigh
 from kronfac.linalg.kronecker import kron
@@ -216,9 +216,11 @@ class EigenvalueUpdate:
 
     def __init__(self, inverse: DampedInverse, decay: float) -> None:
         self._inverse = inverse
+        # Every process needs the bases of all units, for the gradients of its own examples.
+        self._whole = inverse.gathered(Phase.STATISTICS, EigenvalueCorrected)
         self._averages = [
             _Average(piece, decay) if isinstance(piece, EigenvalueCorrected) else None
-            for piece in inverse.pieces
+            for piece in self._whole.pieces
         ]
 
     def add(self, taps: Sequence[Taps], weight: float) -> None:
@@ -234,12 +236,9 @@ class EigenvalueUpdate:
 
     def value(self) -> DampedInverse:
         """The inverse with everything that was added."""
-        pieces = zip(self._inverse.pieces, self._averages, strict=True)
-        return replace(
-            self._inverse,
-            pieces=tuple(
-                piece if average is None else average.value() for piece, average in pieces
-            ),
+        pairs = zip(self._whole.pieces, self._averages, strict=True)
+        return self._inverse.with_pieces(
+            [piece if average is None else average.value() for piece, average in pairs]
         )
 
 

@@ -7,20 +7,21 @@ one matrix V (rows, columns) per unit; of a gradient, V may be given as an outer
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from kronfac.curvature.base import InverseCost, Moments, Operator
 from kronfac.curvature.curvature import Curvature
 from kronfac.curvature.damping import FactoredTikhonov
 from kronfac.curvature.taps import Taps
-from kronfac.distributed import Part
+from kronfac.distributed import Part, Phase
 from kronfac.errors import StateError
 from kronfac.linalg import Failure, KroneckerProduct, OuterProduct
-from kronfac.storage import Layout, Storable
+from kronfac.storage import Layout, Storable, tensors_in
 
 Vectors = Sequence[Tensor | OuterProduct]
 
@@ -49,7 +50,25 @@ class Failed(Storable):
     message: str
 
 
-Piece = Operator | ChainOperator | Failed
+@dataclass(frozen=True)
+class Placed(Storable):
+    """An inverse that one group of processes holds, and the others do without."""
+
+    group: int
+    length: int
+    """The number of units."""
+    operator: Operator | ChainOperator | None
+    """The inverse itself; None in a process that does not hold it."""
+
+    def of_unit(self, number: int) -> "Placed":
+        """That of one of the units by itself, in the same place."""
+        operator = self.operator
+        if isinstance(operator, ChainOperator):
+            operator = operator.of_unit(number)
+        return Placed(self.group, 1, operator)
+
+
+Piece = Operator | ChainOperator | Failed | Placed
 
 
 @dataclass(frozen=True)
@@ -61,7 +80,7 @@ class DampedInverse(Storable):
 
     def check(self, *units: Layout) -> None:
         """Raise a StateError if it can't be the inverse of these units' curvature."""
-        lengths = [p.length if isinstance(p, ChainOperator) else 1 for p in self.pieces]
+        lengths = [length_of(piece) for piece in self.pieces]
         if sum(lengths) != len(units):
             raise StateError(
                 f"The state's inverse must be that of {len(units)} units; got {sum(lengths)}. Load it "
@@ -75,19 +94,36 @@ class DampedInverse(Storable):
 
     def mv(self, vectors: Vectors) -> tuple[Tensor, ...]:
         """The product with a vector in parameter space: new tensors, which the caller may overwrite."""
-        units = sum(map(_length, self.pieces))
+        units = sum(map(length_of, self.pieces))
         if len(vectors) != units:
             raise ValueError(f"This inverse is of {units} units; got {len(vectors)} matrices.")
         products: list[Tensor] = []
         for piece in self.pieces:
-            if isinstance(piece, ChainOperator):
-                part = vectors[len(products) : len(products) + piece.length]
-                products += piece.mv_chain(
-                    [V.to_dense() if isinstance(V, OuterProduct) else V for V in part]
-                )
-            else:
-                products.append(_multiply(piece, vectors[len(products)]))
+            products += _multiply(piece, vectors[len(products) : len(products) + length_of(piece)])
         return tuple(products)
+
+    def gathered(
+        self, phase: Phase, kind: type = object, *, on_host: bool = False
+    ) -> "DampedInverse":
+        """The inverse with all of its pieces, or those of one kind, in every process.
+
+        All processes call it. What the process does not hold itself is a copy, in the memory of the host if
+        it is wanted there.
+        """
+        return self
+
+    def with_pieces(self, pieces: Sequence[Piece]) -> "DampedInverse":
+        """The same with other pieces of the same units; a process drops those that it does not hold."""
+        return replace(self, pieces=tuple(pieces))
+
+    def mended(self, pieces: Mapping[int, Piece]) -> "DampedInverse":
+        """The same with other pieces in the place of those that have failed, by the number of the unit."""
+        found, number = list(self.pieces), 0
+        for i, piece in enumerate(self.pieces):
+            if isinstance(piece, Failed):
+                found[i] = pieces.get(number, piece)
+            number += length_of(piece)
+        return replace(self, pieces=tuple(found))
 
     @property
     def failures(self) -> list[tuple[int, str]]:
@@ -96,7 +132,7 @@ class DampedInverse(Storable):
         for piece in self.pieces:
             if isinstance(piece, Failed):
                 found.append((number, piece.message))
-            number += _length(piece)
+            number += length_of(piece)
         return found
 
     def completed_by(self, old: "DampedInverse | None") -> "DampedInverse | None":
@@ -109,32 +145,65 @@ class DampedInverse(Storable):
         for i, piece in enumerate(self.pieces):
             if isinstance(piece, Failed):
                 pieces[i] = old.of_unit(number)
-            number += _length(piece)
+            number += length_of(piece)
         return (
             None
             if any(isinstance(p, Failed) for p in pieces)
             else replace(self, pieces=tuple(pieces))
         )
 
-    def of_unit(self, number: int) -> Operator | Failed:
+    def of_unit(self, number: int) -> Operator | Failed | Placed:
         """The inverse of one unit by itself; of one in a chain, what it is without its neighbours."""
         for piece in self.pieces:
-            if number < _length(piece):
-                return piece.of_unit(number) if isinstance(piece, ChainOperator) else piece
-            number -= _length(piece)
+            if number < length_of(piece):
+                if isinstance(piece, (ChainOperator, Placed)):
+                    return piece.of_unit(number)
+                return piece
+            number -= length_of(piece)
         raise IndexError("This inverse is of fewer units.")
 
 
-def _length(piece: Piece) -> int:
+def length_of(piece: Piece) -> int:
     """The number of units that a piece is of."""
-    return piece.length if isinstance(piece, ChainOperator) else 1
+    return piece.length if isinstance(piece, (ChainOperator, Placed)) else 1
 
 
-def _multiply(piece: Piece, V: Tensor | OuterProduct) -> Tensor:
-    assert not isinstance(piece, (Failed, ChainOperator))
+def usable(piece: Piece) -> bool:
+    """Whether all numbers of an inverse are finite, as far as this process has them."""
+    if isinstance(piece, Failed):
+        return False
+    finite = [t.isfinite().all() for t in tensors_in(piece)]
+    return not finite or bool(torch.stack(finite).all())
+
+
+def without_unusable(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces with `Failed` for units whose operator is unusable; a chain is divided at all of its."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if isinstance(piece, Failed) or usable(piece):
+            found.append(piece)
+        else:
+            found += [Failed("its inverse is not finite")] * length_of(piece)
+    return found
+
+
+def _multiply(piece: Piece, vectors: Vectors) -> Sequence[Tensor]:
+    """The products with the vectors of a piece's units; memory for them if it is held elsewhere."""
+    if isinstance(piece, Placed):
+        if piece.operator is None:
+            return [_empty_like(V) for V in vectors]
+        piece = piece.operator
+    assert not isinstance(piece, Failed)
     if isinstance(piece, KroneckerProduct):  # which alone has a use for the factors
-        return piece.mv(V)
-    return piece.mv(V.to_dense() if isinstance(V, OuterProduct) else V)
+        return [piece.mv(vectors[0])]
+    dense = [V.to_dense() if isinstance(V, OuterProduct) else V for V in vectors]
+    return piece.mv_chain(dense) if isinstance(piece, ChainOperator) else [piece.mv(dense[0])]
+
+
+def _empty_like(V: Tensor | OuterProduct) -> Tensor:
+    if isinstance(V, OuterProduct):
+        return V.grads.new_empty(V.grads.shape[1], V.inputs.shape[1])
+    return torch.empty_like(V, memory_format=torch.contiguous_format)
 
 
 class PreparedInverse(Protocol):

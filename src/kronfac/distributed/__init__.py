@@ -1,5 +1,6 @@
 """Several processes: who they are, what they tell each other, and what can't be trained in them."""
 
+from kronfac.distributed.holders import Holders
 from kronfac.distributed.packing import Part
 from kronfac.distributed.spread import HERE, Place, Spread
 from kronfac.distributed.whole_state import WholeState
@@ -16,6 +17,7 @@ from kronfac.distributed.wrappers import (
 __all__ = [
     "ALONE",
     "HERE",
+    "Holders",
     "Part",
     "Phase",
     "Place",

@@ -66,8 +66,14 @@ class Ranks:
     def sum_(self, phase: Phase, parts: Sequence[Part]) -> None:
         """Sum tensors over the ranks, in place; every rank has the same shapes."""
 
-    def broadcast_(self, phase: Phase, parts: Sequence[Part], owner: int) -> None:
-        """Take over the tensors of one rank, in place."""
+    def broadcast_(
+        self,
+        phase: Phase,
+        parts: Sequence[Part],
+        owner: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Take over the tensors of one rank, in place; by the ranks of a group, or by all."""
 
     def texts(self, phase: Phase, text: str) -> list[str]:
         """The text of every rank, in the order of the ranks."""
@@ -118,7 +124,7 @@ class Processes(Ranks):
             places = ", ".join(f"rank {r}: {Phase(int(row[1])).name}" for r, row in enumerate(rows))
             raise RankError(
                 "The ranks have come to different places, because they do not do the same: "
-                f"{places}. Call step() equally often on all ranks, with the same settings."
+                f"{places}. Call step() and state_dict() equally often on all ranks, with equal settings."
             )
         most = max(int(row[2]) for row in rows)
         if most > SHORT:
@@ -155,12 +161,18 @@ class Processes(Ranks):
             self.sent += flat.numel() * flat.element_size()
             unflatten(same, flat)
 
-    def broadcast_(self, phase: Phase, parts: Sequence[Part], owner: int) -> None:
-        """Take over the tensors of one rank, in place."""
+    def broadcast_(
+        self,
+        phase: Phase,
+        parts: Sequence[Part],
+        owner: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Take over the tensors of one rank, in place; by the ranks of a group, or by all."""
         for same in _by_kind(parts):
             flat = flatten(same)
             with self._answered():
-                dist.broadcast(flat, owner, group=self._tensors)
+                dist.broadcast(flat, owner, group=self._tensors if group is None else group)
             self.sent += flat.numel() * flat.element_size()
             if self.rank != owner:
                 unflatten(same, flat)

@@ -60,7 +60,7 @@ def make_plan(
     ):
         vectors += 1  # η F̆⁻¹θ
     rows = tuple(
-        _row(network, n, surveyed, between, chains, vectors, held)
+        _row(network, n, settings, surveyed, between, chains, vectors, held)
         for n in range(len(network.units))
     )
     S1, S2 = curvature_examples(settings, network, batch)
@@ -107,6 +107,7 @@ def make_plan(
 def _row(
     network: Network,
     number: int,
+    settings: Settings,
     surveyed: Survey,
     between: Mapping[tuple[int, int], InverseCost],
     chains: Chains | None,
@@ -141,6 +142,7 @@ def _row(
         sent=itemsize * sent,
         inverse=itemsize * inverse,
         inverse_sent=itemsize * cost.sent,
+        lent=itemsize * cost.sent if _follows(settings, unit) else 0,
         inversion=cost.inversion,
         product=cost.product,
     )
@@ -152,8 +154,7 @@ def _work(
     follows = sum(
         unit.shape[0] * unit.shape[1] * unit.parameters[0].element_size()
         for unit in network.units
-        if isinstance(settings.inverse, EigenvalueCorrectedInverse)
-        and isinstance(unit.block, KroneckerBlock)
+        if _follows(settings, unit)
     )
     return Work(
         gradient=gradient_cost(seen, batch.examples),
@@ -168,6 +169,12 @@ def _work(
         made=_made(network, seen),
         parts=passes.parts if len(batch.passes) > 1 else None,
     )
+
+
+def _follows(settings: Settings, unit: Unit) -> bool:
+    """Whether the inverse of a unit takes in the statistics of every step."""
+    ekfac = isinstance(settings.inverse, EigenvalueCorrectedInverse)
+    return ekfac and isinstance(unit.block, KroneckerBlock)
 
 
 def _made(network: Network, surveyed: Survey) -> int:

@@ -21,19 +21,13 @@ def plan_world(plan: Plan, world: World, examples: tuple[int, int, int] | None =
         examples: of the mini-batch, of the statistics and of the Fisher products; None for the plan's.
 
     Raises:
-        ValueError: the plan has nothing to compute it from, `flops` are missing, or EKFAC's second moments
-            are to be followed without all eigenbases.
+        ValueError: the plan has nothing to compute it from, or `flops` are missing.
     """
     work = plan.work
     if work is None or world.flops is None:
         raise ValueError(
             "plan_world needs a plan that kronfac.plan has made, and a World with flops; got "
             f"work={work} and flops={world.flops}. Pass World(..., flops=1e13)."
-        )
-    if work.follows and world.groups > 1:
-        raise ValueError(
-            "EKFAC follows the second moments of all units in every process, which takes all eigenbases; "
-            f"got inverse_share={world.inverse_share}. Use 1.0, or another inverse."
         )
     whole = examples or (plan.examples, plan.statistics_examples, plan.fisher_examples)
     m, m1, m2 = (-(-count // world.processes) for count in whole)
@@ -130,6 +124,10 @@ def _bytes(
         "directions": float(world.sequence(n)),
         "control": float(CONTROL_MESSAGES * all_ranks),
     }
+    lent = sum(row.lent for row in plan.rows)
+    if lent:
+        sent["bases"] = lent * (n - 1) / n
+        often["bases"] = float(world.sequence(n))
     if world.wrapper == "fsdp":
         sent["gradient"] /= 2  # reduced and scattered, and not gathered again
         often["gradient"] /= 2
@@ -166,6 +164,10 @@ def _memory(
     """Bytes of the process that holds most: the statistics of all units, the inverses of its group."""
     inverses = sums_by_rank([row.inverse for row in plan.rows], groups, world.groups)
     own = round(max(inverses))
+    lent = [row.inverse if row.lent else 0 for row in plan.rows]
+    borrowed = sum(lent) - round(
+        sums_by_rank(lent, groups, world.groups)[inverses.index(max(inverses))]
+    )
     moments, vectors = plan.memory.moments, plan.memory.gradients
     kept = plan.memory.state - moments - sum(row.inverse for row in plan.rows)
     m, m1, m2 = _parts(world, work, share)
@@ -184,7 +186,8 @@ def _memory(
         rollback=-(-plan.memory.rollback // divided),
         noise=-(-plan.memory.noise // divided),
         refresh=moments + work.candidates * (own - (-vectors // divided)),
-        activations=max(work.activations.at(m1) - work.made, 0),
+        # Of EKFAC's inverse, all is there while statistics are taken.
+        activations=max(work.activations.at(m1) - work.made, 0) + borrowed,
         # θ is displaced along a direction shard by shard.
         tangents=max(work.tangents.at(m2) - work.directions * (vectors + (-vectors // divided)), 0),
         # The gradients in its peak are divided, too.

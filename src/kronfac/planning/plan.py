@@ -43,6 +43,8 @@ class Row:
     """Bytes of its inverse alone."""
     inverse_sent: int = 0
     """Bytes of its inverse as it is sent."""
+    lent: int = 0
+    """Bytes of its inverse as every process needs it in every step, if it follows the statistics."""
     inversion: float = 0.0
     """Multiplications that make its inverse."""
     product: float = 0.0

@@ -9,6 +9,7 @@ one rank (`assignment.py`), and a group of g = f W ranks holds its inverse, with
     statistics   2 S (W − 1)/W              packed: one triangle of a symmetric matrix
     inverses     I (g − 1)/g / T₃           of the group that holds most, each γ that is tried
     directions   P (n − 1)/n                from a holder to the rest; 0 if all hold everything
+    bases        I (n − 1)/n                EKFAC's, for its second moments in every step
     control      6 messages of 1 kB         from every rank to every other
     parameters   P (W − 1)/W a pass         FSDP's own, if parameters are sharded
 
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
 
+from kronfac.assignment import group_count, groups_of_ranks
 from kronfac.planning.plan import Memory, readable
 
 Wrapper = Literal["none", "ddp", "fsdp"]
@@ -100,7 +102,7 @@ class World:
     @property
     def groups(self) -> int:
         """n, the groups of ranks that hold the same inverses; they are as equal as can be."""
-        return max(1, self.processes // max(1, round(self.inverse_share * self.processes)))
+        return group_count(self.processes, self.inverse_share)
 
     def group(self, rank: int) -> int:
         """The group of a rank: neighbours are together."""
@@ -108,10 +110,7 @@ class World:
 
     def group_sizes(self) -> list[int]:
         """The ranks of every group."""
-        sizes = [0] * self.groups
-        for rank in range(self.processes):
-            sizes[self.group(rank)] += 1
-        return sizes
+        return [len(group) for group in groups_of_ranks(self.processes, self.inverse_share)]
 
     def sequence(self, ranks: int) -> int:
         """Messages one after another of a collective between so many ranks."""
