@@ -161,6 +161,8 @@ FRACTIONS: dict[str, Any] = {"statistics_fraction": 0.3, "fisher_fraction": 0.5}
 CASES: dict[str, Case] = {
     "own": partial(train, loop="own", **EXACT),
     "own-sampled": partial(train, loop="own", **FRACTIONS),
+    # Targets in three blocks, whose borders are not those of the ranks.
+    "many-sampled": partial(train, examples=2102, statistics_fraction=1.0, fisher_fraction=0.1),
     "first-few": partial(train, statistics_fraction=0.05, fisher_fraction=0.1),
     "sum": partial(train, loss=nn.MSELoss(reduction="sum"), weight_decay=1e-3, **EXACT),
     "loop": partial(train, loop="loop", weight_decay=1e-3, **EXACT),

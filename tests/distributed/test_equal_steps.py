@@ -13,6 +13,7 @@ from tests.distributed.cases import CASES
 SIZES = (1, 2, 4)
 QUICK = (
     "first-few",
+    "many-sampled",
     "words",
     "convolutional",
     "accumulated",

@@ -15,6 +15,7 @@ from torch import Tensor
 from kronfac.curvature.base import Block, Moments
 from kronfac.curvature.cross_moments import Chains
 from kronfac.curvature.curvature import Curvature
+from kronfac.curvature.draws import Draws
 from kronfac.curvature.fisher import Fisher, Outputs
 from kronfac.curvature.inverse import InverseUpdate
 from kronfac.curvature.over_ranks import blended, blended_links, seed_of_rank, sum_over_ranks
@@ -227,26 +228,32 @@ def _examples(new: int, old: Curvature | None, decay: float) -> float:
 def _with_noise(
     sample: Sample, fisher: Fisher, generator: torch.Generator
 ) -> Iterator[tuple[Examples, Tapped, list[Tensor | None]]]:
-    """Every pass with its random numbers, drawn for all examples at once.
-
-    A generator asked in chunks gives other numbers: so the estimate does not depend on the chunk size.
-    """
+    """Every pass with its random numbers, which neither chunks nor ranks make a difference to."""
     counts = head_counts(sample.passes)
     places = {head: sample.head(n, own) for n, (head, own) in enumerate(counts.items())}
-    left: dict[object, Tensor | None] = {}
+    drawn: dict[object, Draws] = {}
     for part in sample.passes:
         view = sample.linearize(part)
         noise: list[Tensor | None] = []
         for j, (terms, z) in enumerate(zip(part.terms, view.outputs, strict=True)):
             head = _head(j, terms)
-            if head not in left:
-                whole, before = places[head]
-                drawn = fisher.noise(terms, whole, z, generator)
-                left[head] = None if drawn is None else drawn[:, before:]
-            draws = left[head]
-            noise.append(None if draws is None else draws[:, : terms.count])
-            left[head] = None if draws is None else draws[:, terms.count :]
+            total, start = places[head]
+            if head not in drawn:
+                drawn[head] = Draws(_noise_of(fisher, terms, z), total, generator)
+            stop = start + terms.count
+            draws = drawn[head].between(start, min(stop, total))
+            if draws is not None and stop > total:  # of no example: any numbers will do
+                draws = draws[:, torch.arange(terms.count, device=z.device) % total]
+            noise.append(draws)
+            places[head] = total, stop
         yield part, view, noise
+
+
+def _noise_of(
+    fisher: Fisher, terms: Terms, z: Tensor
+) -> Callable[[int, torch.Generator], Tensor | None]:
+    like = z.new_empty(0)  # which is kept until all passes are done
+    return lambda count, generator: fisher.noise(terms, count, like, generator)
 
 
 def head_counts(passes: Sequence[Examples]) -> dict[object, int]:
