@@ -17,6 +17,8 @@ QUICK = (
     "words",
     "convolutional",
     "accumulated",
+    "unseen-exact",
+    "unseen-accumulated",
     "block_diagonal-sampled",
     "block_tridiagonal-sampled",
     "ekfac-sampled",
