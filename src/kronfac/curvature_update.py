@@ -82,7 +82,8 @@ def find_place(world: Ranks, S1: Batch, S2: Batch) -> Place | None:
         totals
     )
     pairs = zip(totals[2:], before[2:], strict=True)
-    return Place(int(totals[0]), int(totals[1]), [(int(all_), int(own)) for all_, own in pairs])
+    heads_of_all = [(int(all_), int(own)) for all_, own in pairs]
+    return Place(int(totals[0]), int(totals[1]), heads_of_all, start=int(before[0]))
 
 
 def update_curvature(

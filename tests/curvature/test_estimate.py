@@ -7,7 +7,14 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from kronfac.curvature import Curvature, EmpiricalFisher, ExactFisher, Fisher, SampledFisher
+from kronfac.curvature import (
+    Curvature,
+    DiagonalMoments,
+    EmpiricalFisher,
+    ExactFisher,
+    Fisher,
+    SampledFisher,
+)
 from kronfac.curvature.estimate import Sample, estimate
 from kronfac.errors import ClosureError
 from kronfac.linearization import linearize
@@ -312,6 +319,25 @@ def test_no_hooks_and_no_gradients_are_left_behind():
     assert not any(module._forward_hooks for module in model.modules())
     assert all(p.grad is None for p in model.parameters())
     assert not any(M.requires_grad for M in tensors_in(factors))
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+@pytest.mark.parametrize(
+    "fisher",
+    [SampledFisher(samples=2), ExactFisher(), EmpiricalFisher()],
+    ids=lambda f: type(f).__name__,
+)
+def test_the_gradients_of_unseen_uses_are_summed_over_chunks_and_then_squared(fisher, chunk):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
+    network = network_of(model, Categorical()).demoted([1])
+    x = normal(CASES, 4)
+    y = random_targets(model(x), "categorical")
+    whole = estimate_on(network, batch(network, x, y), fisher, seeded(5))
+    parts = estimate_on(network, batch(network, x, y, chunk), fisher, seeded(5))
+    assert isinstance(whole.blocks[1], DiagonalMoments)
+    for left, right in zip(tensors_in(whole), tensors_in(parts), strict=True):
+        assert_close(left, right, **ALGEBRA)
 
 
 class Tokens(nn.Module):

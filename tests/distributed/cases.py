@@ -37,6 +37,20 @@ def convolutional() -> nn.Module:
     )
 
 
+class Unseen(nn.Module):
+    """A layer whose weight is a function of a parameter, of which no more is seen than its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.first = nn.Linear(5, 6)
+        self.raw = nn.Parameter(torch.randn(3, 6) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs (examples, 3)."""
+        return nn.functional.linear(torch.tanh(self.first(x)), self.raw.tanh())
+
+
 class Words(nn.Module):
     """A tied embedding and head, with attention in between."""
 
@@ -163,6 +177,8 @@ FRACTIONS: dict[str, Any] = {"statistics_fraction": 0.3, "fisher_fraction": 0.5}
 CASES: dict[str, Case] = {
     "own": partial(train, loop="own", **EXACT),
     "own-sampled": partial(train, loop="own", **FRACTIONS),
+    # Targets in three blocks, whose borders are not those of the ranks.
+    "many-sampled": partial(train, examples=2102, statistics_fraction=1.0, fisher_fraction=0.1),
     "first-few": partial(train, statistics_fraction=0.05, fisher_fraction=0.1),
     "sum": partial(train, loss=nn.MSELoss(reduction="sum"), weight_decay=1e-3, **EXACT),
     "loop": partial(train, loop="loop", weight_decay=1e-3, **EXACT),
@@ -172,6 +188,11 @@ CASES: dict[str, Case] = {
     ),
     "words": partial(
         train, make=Words, data=words, loss=nn.CrossEntropyLoss(ignore_index=-100), **EXACT
+    ),
+    "unseen-exact": partial(train, make=Unseen, **EXACT),
+    "unseen-sampled": partial(train, make=Unseen, **FRACTIONS),
+    "unseen-accumulated": partial(
+        train, make=Unseen, loop="accumulated", examples=24, ddp=True, **FRACTIONS
     ),
     "paper": partial(train, step_size=None, inverse_interval=3, weight_decay=1e-4, **EXACT),
 }

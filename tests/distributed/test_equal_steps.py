@@ -13,9 +13,12 @@ from tests.distributed.cases import CASES
 SIZES = (1, 2, 4)
 QUICK = (
     "first-few",
+    "many-sampled",
     "words",
     "convolutional",
     "accumulated",
+    "unseen-exact",
+    "unseen-accumulated",
     "block_diagonal-sampled",
     "block_tridiagonal-sampled",
     "ekfac-sampled",

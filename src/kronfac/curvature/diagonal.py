@@ -3,7 +3,7 @@
 For parameters whose uses nobody sees only the gradient summed over the examples is known. Its square is
 unbiased, because targets are drawn for each term on its own and the score has mean zero, so that products
 of different examples vanish on average; but one draw has a relative error of √2 however many examples there
-are. The moving average takes that down to a fifth or so.
+are, and in however many passes and ranks they come. The moving average takes that down to a fifth or so.
 """
 
 from dataclasses import dataclass

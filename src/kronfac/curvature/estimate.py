@@ -15,9 +15,11 @@ from torch import Tensor
 from kronfac.curvature.base import Block, Moments
 from kronfac.curvature.cross_moments import Chains
 from kronfac.curvature.curvature import Curvature
+from kronfac.curvature.draws import Draws
 from kronfac.curvature.fisher import Fisher, Outputs
 from kronfac.curvature.inverse import InverseUpdate
-from kronfac.curvature.over_ranks import blended, blended_links, seed_of_rank, sum_over_ranks
+from kronfac.curvature.over_ranks import blended, blended_links, sum_over_ranks
+from kronfac.curvature.summed_gradients import Signs, SummedGradients
 from kronfac.curvature.taps import SummedGradient, Tap, Taps
 from kronfac.distributed import ALONE, Place, Ranks
 from kronfac.objective import Terms
@@ -128,12 +130,10 @@ def estimate(
     chains = Chains(blocks, links, old, decay) if alone else Chains(blocks, links, None, 0.0)
     total = sample.examples
     met = [False] * len(blocks)
-    signs = generator
-    if not alone:  # as many as a rank has examples, and the ranks' generators stay alike
-        signs = torch.Generator(generator.device).manual_seed(
-            seed_of_rank(generator, sample.world.rank)
-        )
-    for part, view, noise in _with_noise(sample, fisher, generator):
+    signs = None if fisher.independent else Signs(generator)
+    summed, divided = SummedGradients(), not alone or len(sample.passes) > 1
+    for visit in _visits(sample, fisher, generator):
+        part, view, noise = visit.part, visit.view, visit.noise
         first, share = True, 0.0 if sample.weightless else part.examples / total
         scale = part.terms[0].scale or 1.0
         weight = scale * sample.factor / fisher.draws
@@ -143,24 +143,28 @@ def estimate(
         ]
         # From one vector for all terms; and neighbours in a chain need the same rows.
         padded = fisher.independent and not any(links) and any(map(_has_padding, part.terms))
-        for vectors in fisher.vectors(outputs):
-            if not fisher.independent and view.summed:
-                vectors = _with_signs(vectors, part, signs)  # noqa: PLW2901
+        for number, vectors in enumerate(fisher.vectors(outputs)):
+            if signs is not None and view.summed and not sample.weightless:
+                vectors = visit.with_signs(vectors, number, signs, total)  # noqa: PLW2901
             weighed = [
                 None if v is None else terms.weigh_by_root(v, scale)
                 for terms, v in zip(part.terms, vectors, strict=True)
             ]
             taps = view.taps(weighed)
-            if padded:
-                taps = [_without_padding(unit) for unit in taps]
+            taps = [_without_padding(unit) for unit in taps] if padded else taps
             for n, (average, unit) in enumerate(zip(averages, taps, strict=True)):
-                if isinstance(unit, SummedGradient) or unit:
+                if divided and isinstance(unit, SummedGradient):
+                    summed.add(n, number, unit.V, weight)
+                elif isinstance(unit, SummedGradient) or unit:
                     average.add(unit, first, share, weight)
                     met[n] = True
             chains.add(taps, first, share, weight)
             if update is not None:
                 update.add(taps, weight)
             first = False
+    for n, V in summed.total(sample.world):
+        averages[n].add(SummedGradient(V), not met[n], 1.0, 1.0)
+        met[n] = True
     for n, average in enumerate(averages):
         if not met[n] and (not alone or _old(blocks[n], old, n) is None):
             average.add(sample.nothing(n), True, 1.0 if alone else 0.0, 0.0)
@@ -190,27 +194,6 @@ def _without_padding(taps: Taps) -> Taps:
     ]
 
 
-def _with_signs(
-    vectors: Sequence[Tensor | None], part: Examples, generator: torch.Generator
-) -> list[Tensor | None]:
-    """The vectors with a random sign for every example.
-
-    Products of different examples, which the square of a summed gradient has in it, then vanish on average,
-    as they do by themselves if targets are drawn; products within an example stay as they are.
-    """
-    signed: list[Tensor | None] = []
-    for v in vectors:
-        if v is None:
-            signed.append(None)
-            continue
-        count = part.examples if len(v) % part.examples == 0 else len(v)
-        draws = torch.randint(2, (count,), generator=generator, device=v.device)
-        drawn, each = (2 * draws - 1).to(v.dtype), len(v) // count
-        signs = drawn.repeat(each) if part.interleaved else drawn.repeat_interleave(each)
-        signed.append(v * signs.unsqueeze(-1))
-    return signed
-
-
 def _old(block: Block, old: Curvature | None, number: int) -> Moments | None:
     """The moments so far, unless the unit has had another block."""
     moments = None if old is None else old.blocks[number]
@@ -224,29 +207,65 @@ def _examples(new: int, old: Curvature | None, decay: float) -> float:
     return 1 / ((1 - decay) ** 2 / new + decay**2 / old.examples)
 
 
-def _with_noise(
-    sample: Sample, fisher: Fisher, generator: torch.Generator
-) -> Iterator[tuple[Examples, Tapped, list[Tensor | None]]]:
-    """Every pass with its random numbers, drawn for all examples at once.
+@dataclass(frozen=True)
+class _Visit:
+    """A pass, with what it gets of the numbers that are drawn."""
 
-    A generator asked in chunks gives other numbers: so the estimate does not depend on the chunk size.
-    """
+    part: Examples
+    view: Tapped
+    noise: list[Tensor | None]
+    start: int
+    """The number of its first example, among those of all ranks."""
+    terms: list[tuple[int, int]]
+    """For every loss call, the terms on all ranks, and the number of the first."""
+
+    def with_signs(
+        self, vectors: Sequence[Tensor | None], number: int, signs: Signs, examples: int
+    ) -> list[Tensor | None]:
+        """The vectors with random signs: of every example, or of every term if they can't be told apart."""
+        own = self.part.examples
+        signed: list[Tensor | None] = []
+        for call, (v, (total, start)) in enumerate(zip(vectors, self.terms, strict=True)):
+            if v is None:
+                signed.append(None)
+                continue
+            whole = len(v) % own == 0
+            place = (own, examples, self.start) if whole else (len(v), total, start)
+            signed.append(signs.times(v, (number, call), place, self.part.interleaved))
+        return signed
+
+
+def _visits(sample: Sample, fisher: Fisher, generator: torch.Generator) -> Iterator[_Visit]:
+    """Every pass with its random numbers, which neither chunks nor ranks make a difference to."""
     counts = head_counts(sample.passes)
     places = {head: sample.head(n, own) for n, (head, own) in enumerate(counts.items())}
-    left: dict[object, Tensor | None] = {}
+    drawn: dict[object, Draws] = {}
+    first = 0 if sample.place is None else sample.place.start
     for part in sample.passes:
         view = sample.linearize(part)
         noise: list[Tensor | None] = []
+        numbers = []
         for j, (terms, z) in enumerate(zip(part.terms, view.outputs, strict=True)):
             head = _head(j, terms)
-            if head not in left:
-                whole, before = places[head]
-                drawn = fisher.noise(terms, whole, z, generator)
-                left[head] = None if drawn is None else drawn[:, before:]
-            draws = left[head]
-            noise.append(None if draws is None else draws[:, : terms.count])
-            left[head] = None if draws is None else draws[:, terms.count :]
-        yield part, view, noise
+            total, start = places[head]
+            if head not in drawn:
+                drawn[head] = Draws(_noise_of(fisher, terms, z), total, generator)
+            stop = start + terms.count
+            draws = drawn[head].between(start, min(stop, total))
+            if draws is not None and stop > total:  # of no example: any numbers will do
+                draws = draws[:, torch.arange(terms.count, device=z.device) % total]
+            noise.append(draws)
+            numbers.append(places[head])
+            places[head] = total, stop
+        yield _Visit(part, view, noise, first, numbers)
+        first += part.examples
+
+
+def _noise_of(
+    fisher: Fisher, terms: Terms, z: Tensor
+) -> Callable[[int, torch.Generator], Tensor | None]:
+    like = z.new_empty(0)  # which is kept until all passes are done
+    return lambda count, generator: fisher.noise(terms, count, like, generator)
 
 
 def head_counts(passes: Sequence[Examples]) -> dict[object, int]:

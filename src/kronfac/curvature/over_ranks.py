@@ -57,9 +57,3 @@ def blended_links(
         )
         for link, before in pairs
     )
-
-
-def seed_of_rank(generator: torch.Generator, rank: int) -> int:
-    """A seed that differs from rank to rank and from step to step."""
-    state = generator.get_state()
-    return (int(state.to(torch.int64).sum()) * 1_000_003 + rank) % 2**63

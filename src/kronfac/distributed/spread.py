@@ -53,3 +53,5 @@ class Place:
     heads: Sequence[tuple[int, int]]
     """For every kind of loss call on S₁, in the order in which they come: terms on all ranks, and on the
     ranks before this one."""
+    start: int = 0
+    """Examples of S₁ on the ranks before this one."""

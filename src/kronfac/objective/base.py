@@ -55,8 +55,9 @@ class Likelihood(nn.Module, ABC):
     ) -> Tensor:
         """The random numbers for `draws` targets of each term, (draws, terms, …).
 
-        Drawn apart from `sample` and for all terms at once, because a generator asked in chunks
-        gives other numbers: this is what makes a step independent of the chunk size.
+        Drawn apart from `sample`, because a generator asked in chunks gives other numbers: they are
+        drawn for the terms of all chunks and ranks, or for a fixed part of them
+        (`curvature/draws.py`), so that a step depends on neither.
         """
 
     @abstractmethod
