@@ -1,6 +1,7 @@
 """Several processes: who they are, what they tell each other, and what can't be trained in them."""
 
-from kronfac.distributed.packing import Part
+from kronfac.distributed.packing import Packed, Part
+from kronfac.distributed.reduction import Reduction, Tally
 from kronfac.distributed.spread import HERE, Place, Spread
 from kronfac.distributed.whole_state import WholeState
 from kronfac.distributed.world import ALONE, Phase, Processes, Ranks
@@ -16,12 +17,15 @@ from kronfac.distributed.wrappers import (
 __all__ = [
     "ALONE",
     "HERE",
+    "Packed",
     "Part",
     "Phase",
     "Place",
     "Processes",
     "Ranks",
+    "Reduction",
     "Spread",
+    "Tally",
     "WholeState",
     "averages_gradients",
     "fully_sharded",
