@@ -1,5 +1,6 @@
 """The curvature of a step: the examples that it is taken on, and the moving averages [MG15 §5, §8]."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -8,10 +9,11 @@ from torch import Tensor
 
 from kronfac.control import Measurement
 from kronfac.curvature import Curvature, ema_decay
-from kronfac.curvature.estimate import Sample, estimate, head_counts
-from kronfac.distributed import Phase, Place, Ranks
+from kronfac.curvature.estimate import Sample, begin_estimate, head_counts
+from kronfac.distributed import Phase, Place, Ranks, Spread
 from kronfac.errors import RankError
 from kronfac.evaluation import Evaluation
+from kronfac.later import Later
 from kronfac.linearization import Linearizer, can_be_explicit
 from kronfac.network import Batch, Pass, sizes, subsets
 from kronfac.settings import Settings
@@ -62,13 +64,32 @@ def curvature_examples(
     counts = sizes(batch, *fractions, spread=spread)
     S1, S2 = subsets(evaluation.network, batch, counts, generator, spread)
     around = Linearizer(evaluation.network, keeps=explicit and S1 is S2)
-    return CurvatureExamples(S1, S2, around, find_place(spread.world, S1, S2))
+    return CurvatureExamples(S1, S2, around, find_place(spread, S1, S2))
 
 
-def find_place(world: Ranks, S1: Batch, S2: Batch) -> Place | None:
-    """Where this rank's examples stand among those of all ranks; None in one process."""
+def find_place(spread: Spread, S1: Batch, S2: Batch) -> Place | None:
+    """Where this rank's examples stand among those of all ranks; None in one process.
+
+    If every example has as many terms, that follows from the numbers of the examples that were chosen.
+    """
+    world = spread.world
     if world.size == 1:
         return None
+    if spread.terms is None:
+        return _gathered_place(world, S1, S2)
+    pairs = zip(S1.by_rank, spread.terms, strict=True)
+    rows = [[examples * each for each in terms] for examples, terms in pairs]
+    start = sum(S1.by_rank[: world.rank])
+    return Place(sum(S1.by_rank), sum(S2.by_rank), _heads(rows, world.rank), start)
+
+
+def _heads(rows: Sequence[Sequence[int]], rank: int) -> list[tuple[int, int]]:
+    """Terms on all ranks, and on the ranks before this one, from those of every rank."""
+    return [(sum(column), sum(column[:rank])) for column in zip(*rows, strict=True)]
+
+
+def _gathered_place(world: Ranks, S1: Batch, S2: Batch) -> Place:
+    """The same from what the ranks tell each other."""
     heads = [0.0 if S1.weightless else float(n) for n in head_counts(S1.passes).values()]
     rows = world.gather(Phase.EXAMPLES, [float(S1.examples), float(S2.examples), *heads])
     if len({len(row) for row in rows}) > 1:
@@ -77,13 +98,11 @@ def find_place(world: Ranks, S1: Batch, S2: Batch) -> Place | None:
             f"{', '.join(str(len(row) - 2) for row in rows)} kinds of loss calls. Call the same "
             "losses on all ranks."
         )
-    totals = [sum(column) for column in zip(*rows, strict=True)]
-    before = [sum(column) for column in zip(*rows[: world.rank], strict=True)] or [0.0] * len(
-        totals
-    )
-    pairs = zip(totals[2:], before[2:], strict=True)
-    heads_of_all = [(int(all_), int(own)) for all_, own in pairs]
-    return Place(int(totals[0]), int(totals[1]), heads_of_all, start=int(before[0]))
+    counts = [[int(number) for number in row] for row in rows]
+    statistics, fisher = (sum(row[n] for row in counts) for n in range(2))
+    heads_of_all = _heads([row[2:] for row in counts], world.rank)
+    start = sum(row[0] for row in counts[: world.rank])
+    return Place(statistics, fisher, heads_of_all, start)
 
 
 def update_curvature(
@@ -92,10 +111,11 @@ def update_curvature(
     some: CurvatureExamples,
     before: State,
     m: Measurement,
-) -> tuple[Curvature, CurrentInverse | None, Tensor]:
+) -> tuple[Later[Curvature], CurrentInverse | None, Tensor]:
     """The moving averages with S₁ in them [§5], the inverse in use, and the generator's new state.
 
-    Most inverses stay as they are until the next refresh.
+    Most inverses stay as they are until the next refresh: until then nothing of a step depends on the
+    averages, which may be on their way between ranks.
     """
     network, S1, place = evaluation.network, some.statistics, some.place
     generator = torch.Generator(device=network.device)
@@ -107,7 +127,7 @@ def update_curvature(
     update = None
     if current is not None:
         update = settings.inverse.between_refreshes(current.inverse, decay)
-    curvature = estimate(
+    curvature = begin_estimate(
         Sample(
             S1.passes,
             lambda part: some.around.for_statistics(cast(Pass, part)),
@@ -126,5 +146,6 @@ def update_curvature(
         update=update,
     )
     if current is not None and update is not None:
+        _ = curvature.value  # the update is part of what is summed over ranks
         current = replace(current, inverse=update.value())
     return curvature, current, generator.get_state()

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from kronfac.curvature import Curvature
-from kronfac.distributed import HERE, Part, Phase, Spread
+from kronfac.distributed import HERE, Phase, Spread
 from kronfac.distributed.world import on_device
 from kronfac.errors import ClosureError
+from kronfac.gradient_sum import GradientSum
 from kronfac.groups import PerParameter
+from kronfac.later import Later
 from kronfac.linalg import OuterProduct
 from kronfac.linearization.by_hand import outputs_at
 from kronfac.network import (
@@ -75,6 +77,8 @@ class Evaluation:
     spread: Spread = HERE
     """The place of these examples in a mini-batch that several processes have parts of. `returned`, `batch`
     and `factors` are this rank's own; losses and gradients are those of all ranks."""
+    summing: GradientSum | None = None
+    """The gradients of all ranks, on their way; None if those in the parameters are right already."""
 
     @property
     def examples(self) -> int:
@@ -106,18 +110,14 @@ class Evaluation:
         Raises:
             ClosureError: no unit has a gradient.
         """
-        if len(self.without_gradient) == len(self.network.units):
-            raise ClosureError(
-                f"The closure left no gradient in {self.network.units[0].name!r} nor in any other trained "
-                "parameter: it has to call backward() on a loss that depends on them."
-            )
-        if not (self.spread.alone or self.spread.averaged):
-            return self._sum_over_ranks()
+        self.check_gradient()
+        if self.summing is not None:
+            return self._sum_over_ranks(self.summing)
         gradients = []
         for n, unit in enumerate(self.network.units):
-            grads = [p.grad for p in unit.parameters if p.grad is not None and self._fresh(p)]
+            grads = [p.grad for p in unit.parameters if p.grad is not None and self.fresh(p)]
             if n in self.without_gradient:
-                given = [p.grad if self._fresh(p) else None for p in unit.parameters]
+                given = [p.grad if self.fresh(p) else None for p in unit.parameters]
                 pairs = zip(given, unit.parameters, strict=True)
                 gradients.append(
                     unit.join([torch.zeros_like(p) if g is None else g for g, p in pairs])
@@ -134,42 +134,44 @@ class Evaluation:
                 gradients.append(unit.join(grads))
         return tuple(gradients)
 
-    def _sum_over_ranks(self) -> Matrices:
+    def _sum_over_ranks(self, summing: GradientSum) -> Matrices:
         """∇h from the gradients that every rank has of its own examples."""
-        units, world = self.network.units, self.spread.world
-        found = [float(n not in self.without_gradient) for n in range(len(units))]
-        ranks = world.total(Phase.GRADIENT, found)
-        gradients = []
-        for unit in units:
-            grads = [p.grad if self._fresh(p) else None for p in unit.parameters]
-            pairs = zip(grads, unit.parameters, strict=True)
-            V = unit.join([torch.zeros_like(p) if g is None else g for g, p in pairs])
-            # Of one layout on all ranks: products with another one are rounded in another way.
-            gradients.append((V * self.spread.share).contiguous())
-        world.sum_(Phase.GRADIENT, [Part(V) for V in gradients])
-        if self.weight_decay:
-            for unit, V, found_by in zip(units, gradients, ranks, strict=True):
-                if found_by:
-                    V.add_(unit.join(self.weight_decay.times(unit.parameters, unit.parameters)))
-        return tuple(gradients)
+        gradients = summing.matrices(self.network)
+        if not self.weight_decay:
+            return gradients
+        decay = self.weight_decay
+        return tuple(
+            V + unit.join(decay.times(unit.parameters, unit.parameters))
+            if summing.has_gradient(unit)
+            else V
+            for unit, V in zip(self.network.units, gradients, strict=True)
+        )
+
+    def check_gradient(self) -> None:
+        """Raise a `ClosureError` if no unit has a gradient."""
+        if len(self.without_gradient) == len(self.network.units):
+            raise ClosureError(
+                f"The closure left no gradient in {self.network.units[0].name!r} nor in any other trained "
+                "parameter: it has to call backward() on a loss that depends on them."
+            )
 
     @cached_property
     def without_gradient(self) -> set[int]:
         """The numbers of the units with parameters that the closure left no gradient in."""
         units = enumerate(self.network.units)
-        return {n for n, unit in units if not all(self._fresh(p) for p in unit.parameters)}
+        return {n for n, unit in units if not all(self.fresh(p) for p in unit.parameters)}
 
     def names_without_gradient(self) -> list[str]:
         """What the closure left no gradient in: units, and parameters of those that it left some in."""
         names = []
         for n in sorted(self.without_gradient):
             unit = self.network.units[n]
-            fresh = [self._fresh(p) for p in unit.parameters]
+            fresh = [self.fresh(p) for p in unit.parameters]
             pairs = zip(unit.names, fresh, strict=True)
             names += [name for name, has in pairs if not has] if any(fresh) else [unit.name]
         return names
 
-    def _fresh(self, p: nn.Parameter) -> bool:
+    def fresh(self, p: nn.Parameter) -> bool:
         """Whether the closure left a gradient in a parameter."""
         old, version = self.stale.get(p, (None, 0))
         return p.grad is not None and (p.grad is not old or p.grad._version != version)
@@ -253,13 +255,21 @@ class Point:
     """An evaluation with its gradient, which takes memory that a validation can do without."""
 
     evaluation: Evaluation
-    gradient: Matrices
-    """∇h, weight decay included."""
+    later: Later[Matrices]
 
     @classmethod
     def of(cls, evaluation: Evaluation) -> "Point":
-        """With the gradient that the closure left."""
-        return cls(evaluation, evaluation.gradient())
+        """With the gradient that the closure left, or the sum of those of all ranks, once it is needed."""
+        evaluation.check_gradient()
+        later = Later(evaluation.gradient)
+        if evaluation.summing is None:
+            _ = later.value
+        return cls(evaluation, later)
+
+    @property
+    def gradient(self) -> Matrices:
+        """∇h, weight decay included."""
+        return self.later.value
 
     def check_finite(self, curvature: Curvature) -> None:
         """Raise `RefusedError` with the first cause of non-finite numbers, if there is one."""

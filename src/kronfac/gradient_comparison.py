@@ -83,8 +83,8 @@ def _sum_over_ranks(world: Ranks, found: Found) -> None:
         return
     seen, rebuilt, sizes, half = found
     known = [V for V in rebuilt if V is not None]
-    numbers = world.total(Phase.COMPARISON, [*sizes, *map(float, half)])
-    world.sum_(Phase.COMPARISON, [Part(V) for V in (*seen, *known)])
+    parts = [Part(V) for V in (*seen, *known)]
+    numbers = world.sum_(Phase.COMPARISON, parts, [*sizes, *map(float, half)])
     sizes[:] = numbers[: len(sizes)]
     half[:] = map(bool, numbers[len(sizes) :])
 

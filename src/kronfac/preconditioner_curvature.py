@@ -62,9 +62,8 @@ class EstimatingCurvature:
         m = Measurement(iteration=state.iteration + 1, examples=evaluation.batch.examples)
         with network.buffers.preserved():
             some = curvature_examples(self.settings, evaluation, m)
-            curvature, current, generator = update_curvature(
-                self.settings, evaluation, some, state, m
-            )
+            later, current, generator = update_curvature(self.settings, evaluation, some, state, m)
+        curvature = later.value
         if not finite([number for block in curvature.blocks for number in block.probe()]):
             self._warn(
                 "statistics",

@@ -26,6 +26,7 @@ from kronfac.curvature.damping_by_unit import DampedByUnit
 from kronfac.distributed import Ranks
 from kronfac.evaluation import Point, RefusedError
 from kronfac.fisher_products import fisher_gram, fisher_product
+from kronfac.later import Later
 from kronfac.linalg import OuterProduct, low_rank_pays
 from kronfac.linearization import Linearizer
 from kronfac.model_numbers import Along, model_numbers
@@ -72,8 +73,8 @@ class Proposer:
     point: Point
     examples: Batch
     """S₂, which the exact Fisher is taken on."""
-    curvature: Curvature
-    """Checked for being finite."""
+    later: Later[Curvature]
+    """Checked for being finite; it may be on its way between ranks until then."""
     rule: StepRule
     state: StepState
     measurement: Measurement
@@ -169,6 +170,11 @@ class Proposer:
     def network(self) -> Network:
         """What is trained."""
         return self.point.evaluation.network
+
+    @property
+    def curvature(self) -> Curvature:
+        """The moving averages; waits for them."""
+        return self.later.value
 
     @property
     def _factor(self) -> float:

@@ -8,7 +8,8 @@ all know the objective, Σ_r share_r h_r, and each has its terms scaled by its s
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
+from itertools import accumulate
 
 import torch
 
@@ -16,8 +17,9 @@ from kronfac.distributed import Phase, Ranks, Spread
 from kronfac.distributed.world import on_device
 from kronfac.errors import RankError
 from kronfac.evaluation import Evaluation
+from kronfac.gradient_sum import GradientSum
 from kronfac.linearization import can_be_explicit
-from kronfac.network import Network
+from kronfac.network import Network, terms_of_examples
 
 SAME_DIVISOR = 1e-6
 """Relative difference up to which the parts of a rank's loss are one mean."""
@@ -48,6 +50,10 @@ class _Header:
     """One of the gradient in the parameters, as long as it is not known whose that is."""
 
 
+_LENGTH = len(fields(_Header))
+"""Numbers of a message before the terms that each example has, of every kind of loss call."""
+
+
 def spread_out(
     world: Ranks,
     evaluate: Callable[[], Evaluation | None],
@@ -74,14 +80,26 @@ def spread_out(
     if world.size == 1:
         return found, wrapped
     header = _Header(0.0) if found is None else _header(found, iteration, wrapped)
-    rows = [_Header(*row) for row in world.gather(Phase.EVALUATION, astuple(header))]
+    summing = None
+    if found is not None and not (wrapped and not found.batch.traced):
+        summing = GradientSum(world, found.network, found.fresh)
+    each = [] if found is None else terms_of_examples(found.network, found.batch)
+    told = [*astuple(header), *map(float, each)]
+    gathered = world.gather(Phase.EVALUATION, told)
+    rows = [_Header(*row[:_LENGTH]) for row in gathered]
     if not all(row.found for row in rows) or found is None:
         return None, wrapped
     _refuse_differences(rows, found.network)
     if wrapped is None and any(row.gradient for row in rows):
         # If all have the same, it has been averaged; or they have the same examples, and it makes no odds.
         wrapped = len({row.gradient for row in rows}) == 1
-    return _join(found, world, rows, bool(wrapped)), wrapped
+    shares = _shares(rows, bool(wrapped))
+    if wrapped and not found.batch.traced:  # K-FAC's own backward pass has no hooks that average
+        summing = None
+    elif summing is not None:
+        summing.start(shares[world.rank])  # nothing that can fail may come before this
+    spread = _spread(world, rows, shares, [list(map(int, row[_LENGTH:])) for row in gathered])
+    return replace(_join(found, spread, rows, shares), summing=summing), wrapped
 
 
 def _header(evaluation: Evaluation, iteration: int, wrapped: bool | None) -> _Header:
@@ -142,24 +160,34 @@ def _refuse_differences(rows: list[_Header], network: Network) -> None:
         )
 
 
-def _join(evaluation: Evaluation, world: Ranks, rows: list[_Header], wrapped: bool) -> Evaluation:
-    """The evaluation with its terms scaled by the rank's share, and the losses of all ranks."""
-    shares = _shares(rows, wrapped)
-    own, share = rows[world.rank], shares[world.rank]
+def _spread(
+    world: Ranks, rows: list[_Header], shares: list[float], terms: list[list[int]]
+) -> Spread:
+    """This rank's place in the mini-batch."""
+    own = rows[world.rank]
     pairs = list(zip(shares, rows, strict=True))
-    traced = evaluation.batch.traced
-    spread = Spread(
+    starts = (0, *accumulate(int(row.examples) for row in rows))
+    kinds = {len(each) for each in terms}
+    return Spread(
         world,
-        share,
-        start=int(sum(row.examples for row in rows[: world.rank])),
-        examples_elsewhere=int(sum(row.examples for row in rows) - own.examples),
+        shares[world.rank],
+        start=starts[world.rank],
+        starts=starts,
+        terms=terms if len(kinds) == 1 and kinds != {0} else None,
+        examples_elsewhere=int(starts[-1] - own.examples),
         terms_elsewhere=int(sum(row.terms for row in rows) - own.terms),
         seen_loss=math.fsum(s * row.seen_loss for s, row in pairs),
         weight=math.fsum(s * row.weight for s, row in pairs),
-        averaged=wrapped and not traced,  # K-FAC's own backward pass has no hooks of others
         explicit=all(row.explicit for row in rows),
     )
-    batch = evaluation.batch.scaled(share)
+
+
+def _join(
+    evaluation: Evaluation, spread: Spread, rows: list[_Header], shares: list[float]
+) -> Evaluation:
+    """The evaluation with its terms scaled by the rank's share, and the losses of all ranks."""
+    pairs = list(zip(shares, rows, strict=True))
+    batch = evaluation.batch.scaled(spread.share)
     if not all(row.seen for row in rows):
         batch = replace(batch, seen=False)
     losses = [

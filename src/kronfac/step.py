@@ -65,12 +65,12 @@ def compute_step(
     with watch("statistics"):
         wholly = minimises_wholly(settings, evaluation, m, rates)
         some = curvature_examples(settings, evaluation, m, wholly)
-        curvature, current, generator = update_curvature(settings, evaluation, some, before, m)
+        later, current, generator = update_curvature(settings, evaluation, some, before, m)
         before = replace(before, current=current)
     proposer = Proposer(
         point,
         some.fisher,
-        curvature,
+        later,
         settings.step_size,
         step_state,
         m,
@@ -153,7 +153,7 @@ def compute_step(
                 if evaluation.comparable()
                 else None,
             ),
-            curvature=curvature,
+            curvature=later.value,
             current=chosen.current,
             refresh=chosen.refresh,
         ),

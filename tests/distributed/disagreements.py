@@ -79,7 +79,16 @@ def statistics_raise(optimizer: KFAC, rank: int, size: int) -> str:
     fault = {"side_effect": BrokenError("no memory left")} if rank == size - 1 else {}
     if not fault:
         return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
-    with patch("kronfac.curvature_update.estimate", **fault):
+    with patch("kronfac.curvature_update.begin_estimate", **fault):
+        return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
+
+
+def products_raise(optimizer: KFAC, rank: int, size: int) -> str:
+    """While gradients and statistics are on their way."""
+    x, y = batch(9, rank, size)
+    if rank < size - 1:
+        return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
+    with patch("kronfac.proposal.fisher_gram", side_effect=BrokenError("no memory left")):
         return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
 
 
@@ -116,14 +125,28 @@ def other_network(rank: int, size: int) -> Mapping[str, Any]:
 
 
 def other_place(rank: int, size: int) -> Mapping[str, Any]:
-    """One rank has a penalty in its closure, and measures ρ by calling it: the others do not."""
+    """One rank leaves out a message, and goes on to the next."""
     model = perceptron().double()
     optimizer = KFAC(model, nn.MSELoss())
     x, y = batch(0, rank, size)
     if rank:
         return {"said": attempt(lambda: optimizer.step(optimizer.closure(x, y)))}
-    with patch("kronfac.curvature_update.find_place", return_value=None):  # it leaves out a message
+    with patch("kronfac.curvature.estimate.start_sum", return_value=lambda: {0, 1, 2}):
         return {"said": attempt(lambda: optimizer.step(optimizer.closure(x, y)))}
+
+
+def other_sums(rank: int, size: int) -> Mapping[str, Any]:
+    """One rank leaves out a sum, which the others have started; the case to end with."""
+    model = perceptron().double()
+    optimizer = KFAC(model, nn.MSELoss())
+    steps(optimizer, rank, size, 2)
+    before = flat(model)
+    if rank:
+        said = attempt(lambda: steps(optimizer, rank, size, 1, start=2))
+    else:
+        with patch("kronfac.gradient_sum.GradientSum.start"):
+            said = attempt(lambda: steps(optimizer, rank, size, 1, start=2))
+    return {"said": said, "moved": not torch.equal(flat(model), before)}
 
 
 def killed(rank: int, size: int) -> Mapping[str, Any]:
@@ -140,8 +163,8 @@ def killed(rank: int, size: int) -> Mapping[str, Any]:
     return {"said": said, "moved": not torch.equal(flat(model), before), "seconds": seconds}
 
 
-FAULTS = (closure_raises, statistics_raise, commit_raises, one_is_not_finite)
+FAULTS = (closure_raises, statistics_raise, products_raise, commit_raises, one_is_not_finite)
 CASES: dict[str, Case] = {fault.__name__: partial(fail_once, fault=fault) for fault in FAULTS}
 CASES |= {case.__name__: case for case in (other_parameters, other_network, other_place)}
-DEADLY: dict[str, Case] = {"killed": killed}
+DEADLY: dict[str, Case] = {"killed": killed, "other_sums": other_sums}
 CASES |= DEADLY

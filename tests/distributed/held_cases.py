@@ -91,9 +91,9 @@ def measure(rank: int, size: int, *, share: float, inverse: str) -> Mapping[str,
     own = part(EXAMPLES, rank, size)
     travelled = []
     for _ in range(2 * INTERVAL):
-        before = world.sent
+        before = world.tally.bytes
         optimizer.step(optimizer.closure(x[own], y[own]))
-        travelled.append(world.sent - before)
+        travelled.append(world.tally.bytes - before)
     current = optimizer._state.current
     assert current is not None
     held = sum(t.numel() * t.element_size() for t in tensors_in(current.inverse))

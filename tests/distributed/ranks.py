@@ -66,6 +66,7 @@ def main(folder: Path, sizes: list[int], names: list[str]) -> int:
         disagreements,
         held_cases,
         held_faults,
+        messages,
         sharded_cases,
     )
 
@@ -76,6 +77,7 @@ def main(folder: Path, sizes: list[int], names: list[str]) -> int:
         disagreements.CASES,
         held_cases.HELD,
         held_faults.HELD_FAULTS,
+        messages.CASES,
         sharded_cases.SHARDED,
     )
     known = {name: case for some in several for name, case in some.items()}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kronfac.distributed.packing import Part, flatten, pack, unflatten, unpack
+from kronfac.distributed.packing import Packed, Part, pack, unpack
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
@@ -23,6 +23,9 @@ def test_a_packed_matrix_has_half_of_the_numbers(n: int, numbers: int) -> None:
 def test_parts_travel_together() -> None:
     sent = [Part(torch.full((2, 3), 2.0)), Part(torch.eye(5), symmetric=True)]
     received = [Part(torch.zeros(2, 3)), Part(torch.zeros(5, 5), symmetric=True)]
-    unflatten(received, flatten(sent))
+    travelling, arriving = Packed(sent), Packed(received)
+    for flat, arrived in zip(travelling.flats, arriving.flats, strict=True):
+        arrived.copy_(flat)
+    arriving.unpack()
     for one, other in zip(sent, received, strict=True):
         assert torch.equal(one.tensor, other.tensor)

@@ -30,7 +30,9 @@ def test_no_rank_takes_a_step_that_one_of_them_can_not_take(found: Path, name: s
         assert torch.equal(rank["disturbed"], rank["undisturbed"])
 
 
-@pytest.mark.parametrize("name", ["closure_raises", "statistics_raise", "commit_raises"])
+@pytest.mark.parametrize(
+    "name", ["closure_raises", "statistics_raise", "products_raise", "commit_raises"]
+)
 def test_an_exception_is_told_to_all_ranks(found: Path, name: str) -> None:
     *others, broken = load(found, name)
     assert broken["said"].startswith("BrokenError")
@@ -58,7 +60,16 @@ def test_ranks_that_do_not_do_the_same_are_told(found: Path, name: str, message:
 
 
 def test_the_death_of_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
-    run(tmp_path, list(DEADLY), (SIZE,))
+    run(tmp_path, ["killed"], (SIZE,))
     for rank in load(tmp_path, "killed", SIZE - 1):
         assert "has ended" in rank["said"]
+        assert not rank["moved"]
+
+
+def test_a_sum_that_one_rank_has_not_started_is_told_before_any_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    run(tmp_path, ["other_sums"], (SIZE,))
+    for rank in load(tmp_path, "other_sums"):
+        assert "different places" in rank["said"]
         assert not rank["moved"]

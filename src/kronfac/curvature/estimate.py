@@ -18,10 +18,11 @@ from kronfac.curvature.curvature import Curvature
 from kronfac.curvature.draws import Draws
 from kronfac.curvature.fisher import Fisher, Outputs
 from kronfac.curvature.inverse import InverseUpdate
-from kronfac.curvature.over_ranks import blended, blended_links, sum_over_ranks
+from kronfac.curvature.over_ranks import blended, blended_links, start_sum
 from kronfac.curvature.summed_gradients import Signs, SummedGradients
 from kronfac.curvature.taps import SummedGradient, Tap, Taps
 from kronfac.distributed import ALONE, Place, Ranks
+from kronfac.later import Later
 from kronfac.objective import Terms
 
 
@@ -105,7 +106,28 @@ def estimate(
     decay: float = 0.0,
     update: InverseUpdate | None = None,
 ) -> Curvature:
+    """The curvature on S₁, averaged into `old` with weight 1 − decay; see `begin_estimate`."""
+    begun = begin_estimate(
+        sample, blocks, fisher, generator, links=links, old=old, decay=decay, update=update
+    )
+    return begun.value
+
+
+def begin_estimate(
+    sample: Sample,
+    blocks: Sequence[Block],
+    fisher: Fisher,
+    generator: torch.Generator,
+    *,
+    links: Sequence[bool] = (),
+    old: Curvature | None = None,
+    decay: float = 0.0,
+    update: InverseUpdate | None = None,
+) -> Later[Curvature]:
     """The curvature on S₁, averaged into `old` with weight 1 − decay.
+
+    On several ranks what this one has seen is on its way to the others when it returns; the value waits for
+    what they have seen.
 
     Args:
         sample: S₁.
@@ -170,14 +192,20 @@ def estimate(
             average.add(sample.nothing(n), True, 1.0 if alone else 0.0, 0.0)
     if alone:
         moments = tuple(average.value() for average in averages)
-        return Curvature(moments, chains.value(), _examples(total, old, decay))
-    used = sum_over_ranks(sample.world, averages, met, chains, update)
-    moments = tuple(
-        blended(average, _old(block, old, n), decay, n in used)
-        for n, (block, average) in enumerate(zip(blocks, averages, strict=True))
-    )
-    linked = blended_links(chains.value(), old, decay)
-    return Curvature(moments, linked, _examples(total, old, decay))
+        curvature = Curvature(moments, chains.value(), _examples(total, old, decay))
+        return Later(lambda: curvature)
+    finish = start_sum(sample.world, averages, met, chains, update)
+
+    def blend_all() -> Curvature:
+        used = finish()
+        moments = tuple(
+            blended(average, _old(block, old, n), decay, n in used)
+            for n, (block, average) in enumerate(zip(blocks, averages, strict=True))
+        )
+        linked = blended_links(chains.value(), old, decay)
+        return Curvature(moments, linked, _examples(total, old, decay))
+
+    return Later(blend_all)
 
 
 def _has_padding(terms: Terms) -> bool:

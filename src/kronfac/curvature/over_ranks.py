@@ -1,6 +1,6 @@
 """Statistics of one step, summed over the ranks, and then averaged with the old ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -8,28 +8,41 @@ from kronfac.curvature.base import Average, Moments, blend
 from kronfac.curvature.cross_moments import Chains
 from kronfac.curvature.curvature import Curvature, Link
 from kronfac.curvature.inverse import InverseUpdate
-from kronfac.distributed import Phase, Ranks
+from kronfac.distributed import Packed, Phase, Ranks
 
 
-def sum_over_ranks(
+def start_sum(
     world: Ranks,
     averages: Sequence[Average],
     met: Sequence[bool],
     chains: Chains,
     update: InverseUpdate | None,
-) -> set[int]:
-    """Sum what the ranks have seen, in place; the numbers of the units that any of them has used."""
+) -> Callable[[], set[int]]:
+    """Start to sum what the ranks have seen.
+
+    Returns:
+        What waits for the sums and takes them over in place; it gives the numbers of the units that any
+        rank has used.
+    """
+    parts = [part for average in averages for part in average.parts()] + chains.parts()
+    packed = Packed(parts if update is None else parts + update.parts())
+    reduction = world.prepare(packed.flats)
     counts = [average.counts() for average in averages]
     numbers = [float(used) for used in met] + [count for own in counts for count in own]
     totals = world.total(Phase.STATISTICS, numbers)
-    start = len(met)
-    for own, average in zip(counts, averages, strict=True):
-        if own and any(totals[start : start + len(own)]):
-            average.recount(totals[start : start + len(own)])
-        start += len(own)
-    parts = [part for average in averages for part in average.parts()] + chains.parts()
-    world.sum_(Phase.STATISTICS, parts if update is None else parts + update.parts())
-    return {n for n, ranks in enumerate(totals[: len(met)]) if ranks}
+    reduction.start()
+
+    def finish() -> set[int]:
+        reduction.wait()
+        packed.unpack()
+        start = len(met)
+        for own, average in zip(counts, averages, strict=True):
+            if own and any(totals[start : start + len(own)]):
+                average.recount(totals[start : start + len(own)])
+            start += len(own)
+        return {n for n, ranks in enumerate(totals[: len(met)]) if ranks}
+
+    return finish
 
 
 def blended(average: Average, old: Moments | None, decay: float, used: bool) -> Moments:

@@ -74,14 +74,21 @@ def unpack(packed: Tensor, n: int) -> Tensor:
     return M[..., :n, :n]
 
 
-def flatten(parts: Sequence[Part]) -> Tensor:
-    """All parts, which have one dtype, one after another."""
-    return torch.cat([part.packed() for part in parts])
+class Packed:
+    """Tensors as they travel: those of one dtype and device one after another."""
 
+    def __init__(self, parts: Sequence[Part]) -> None:
+        kinds: dict[tuple[torch.dtype, torch.device], list[Part]] = {}
+        for part in parts:
+            kinds.setdefault((part.tensor.dtype, part.tensor.device), []).append(part)
+        self._kinds = list(kinds.values())
+        self.flats = [torch.cat([part.packed() for part in same]) for same in self._kinds]
+        """What travels, in an order that all ranks have."""
 
-def unflatten(parts: Sequence[Part], flat: Tensor) -> None:
-    """Take over what has arrived, in place."""
-    start = 0
-    for part in parts:
-        part.unpack(flat[start : start + part.numbers])
-        start += part.numbers
+    def unpack(self) -> None:
+        """Take over what has arrived, in place."""
+        for same, flat in zip(self._kinds, self.flats, strict=True):
+            start = 0
+            for part in same:
+                part.unpack(flat[start : start + part.numbers])
+                start += part.numbers

@@ -21,14 +21,17 @@ class Spread:
     """What the rank's own loss counts in the objective; its terms have that factor already."""
     start: int = 0
     """How many examples the ranks before it have."""
+    starts: Sequence[int] = ()
+    """How many examples the ranks before each rank have; then how many all have."""
+    terms: Sequence[Sequence[int]] | None = None
+    """By rank, the terms that each of its examples has, of every kind of loss call; None if examples can't
+    be chosen one by one on some rank, or differ in their terms."""
     examples_elsewhere: int = 0
     terms_elsewhere: int = 0
     seen_loss: float = 0.0
     """The loss that was seen, of all ranks: one sum, or it would be rounded differently on each."""
     weight: float = 0.0
     """The total weight of the terms of saturating losses, of all ranks."""
-    averaged: bool = False
-    """Whether the gradients in the parameters are those of all ranks already."""
     explicit: bool = True
     """Whether no rank has too many examples to hold J as a matrix."""
 

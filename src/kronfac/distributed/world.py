@@ -4,10 +4,12 @@ All numbers that a decision is taken from are sums over the ranks, in the order 
 rank takes the same one. They go from rank to rank as messages on the host, each with the name of the phase
 that it is of: a rank that fails says so in the place of its next message, and ranks that have come to
 different places are told, in place of waiting for each other. Tensors are summed by torch's all_reduce,
-right after such a message.
+which is started right after such a message and waited for where the sums are needed (`reduction.py`).
+`docs/notes/messages.md` says which messages a step has, and why.
 """
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,15 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kronfac.distributed.packing import Part, flatten, unflatten
+from kronfac.distributed.packing import Packed, Part
+from kronfac.distributed.reduction import Reduction, StartedReduction, Tally
 from kronfac.errors import RankError
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the message of another one."""
 SHORT = 60
-"""Numbers that a first message has; a longer one is sent in two."""
-_HEAD = 3
-"""Numbers of a message before its own: whether the rank is well, its phase, the length."""
+"""Numbers that the first messages have; a longer one is sent in two."""
+LONG = 1000
+"""Numbers up to which all messages are made as long as the longest so far was, so that it fits into one."""
+_HEAD = 4
+"""Numbers of a message before its own: whether the rank is well, its phase, the length, and how many sums
+it has started."""
 
 
 class Phase(IntEnum):
@@ -63,8 +69,15 @@ class Ranks:
         """Sums over the ranks of numbers of which every rank has as many."""
         return [math.fsum(column) for column in zip(*self.gather(phase, numbers), strict=True)]
 
-    def sum_(self, phase: Phase, parts: Sequence[Part]) -> None:
-        """Sum tensors over the ranks, in place; every rank has the same shapes."""
+    def prepare(self, flats: Sequence[Tensor]) -> Reduction:
+        """A sum of flat tensors over the ranks, in place, to be started right after a message."""
+        return Reduction()
+
+    def sum_(
+        self, phase: Phase, parts: Sequence[Part], numbers: Sequence[float] = ()
+    ) -> list[float]:
+        """Sum tensors over the ranks, in place; every rank has the same shapes. Also sums of numbers."""
+        return list(numbers)
 
     def broadcast_(
         self,
@@ -96,8 +109,9 @@ class Processes(Ranks):
         self._tensors = dist.group.WORLD
         # A group of its own: with a time limit of its own, and on the host whatever the tensors are on.
         self._messages = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        self.sent = 0
-        """Bytes of the tensors that have been summed or broadcast."""
+        self._length = SHORT
+        """Numbers of a message, the same on all ranks."""
+        self.tally = Tally()
 
     @classmethod
     def current(cls) -> Ranks:
@@ -112,33 +126,45 @@ class Processes(Ranks):
 
     def gather(self, phase: Phase, numbers: Sequence[float]) -> list[list[float]]:
         """The numbers of every rank, in the order of the ranks."""
-        rows = self._exchange([0.0, float(phase), float(len(numbers)), *numbers[:SHORT]], SHORT)
+        length = self._length
+        head = [0.0, float(phase), float(len(numbers)), float(self.tally.sums)]
+        rows = self._exchange(phase, [*head, *numbers[:length]], length)
         failed = [rank for rank, row in enumerate(rows) if row[0]]
         if failed:
             raise RankError(
                 f"Rank {_list(failed)} has failed while rank {self.rank} was in the phase "
                 f"{phase.name}: no rank takes this step. Its own error says why."
             )
-        others = {Phase(int(row[1])) for row in rows}
-        if len(others) > 1:
-            places = ", ".join(f"rank {r}: {Phase(int(row[1])).name}" for r, row in enumerate(rows))
+        if len({(row[1], row[3]) for row in rows}) > 1:
+            places = ", ".join(
+                f"rank {r}: {Phase(int(row[1])).name} after {int(row[3])} sums"
+                for r, row in enumerate(rows)
+            )
             raise RankError(
                 "The ranks have come to different places, because they do not do the same: "
                 f"{places}. Call step() and state_dict() equally often on all ranks, with equal settings."
             )
         most = max(int(row[2]) for row in rows)
-        if most > SHORT:
-            rest = self._exchange([0.0, 0.0, 0.0, *numbers[SHORT:]], most - SHORT)
+        if most > length:
+            rest = self._exchange(phase, [0.0] * _HEAD + list(numbers[length:]), most - length)
             rows = [row + more[_HEAD:] for row, more in zip(rows, rest, strict=True)]
+            # All ranks know this, so that also one that fails sends as many.
+            self._length = max(length, min(most, LONG))
         return [row[_HEAD : _HEAD + int(row[2])] for row in rows]
 
-    def _exchange(self, message: Sequence[float], length: int) -> list[list[float]]:
+    def _exchange(self, phase: Phase, message: Sequence[float], length: int) -> list[list[float]]:
         own = torch.zeros(_HEAD + length, dtype=torch.float64)
         own[: len(message)] = torch.tensor(message, dtype=torch.float64)
         found = [torch.empty_like(own) for _ in range(self.size)]
+        began = time.perf_counter()
         with self._answered():
             dist.all_gather(found, own, group=self._messages)
+        self._count(phase, began)
         return [row.tolist() for row in found]
+
+    def _count(self, phase: Phase, began: float) -> None:
+        self.tally.messages[phase.name] += 1
+        self.tally.talked += time.perf_counter() - began
 
     @contextmanager
     def _answered(self) -> Iterator[None]:
@@ -151,15 +177,21 @@ class Processes(Ranks):
                 "has ended: no step is taken. Start all ranks again from the last checkpoint."
             ) from error
 
-    def sum_(self, phase: Phase, parts: Sequence[Part]) -> None:
-        """Sum tensors over the ranks, in place, each kind of them in one all_reduce."""
-        self.gather(phase, [])
-        for same in _by_kind(parts):
-            flat = flatten(same)
-            with self._answered():
-                dist.all_reduce(flat, group=self._tensors)
-            self.sent += flat.numel() * flat.element_size()
-            unflatten(same, flat)
+    def prepare(self, flats: Sequence[Tensor]) -> Reduction:
+        """A sum of flat tensors over the ranks, in place, to be started right after a message."""
+        return StartedReduction(flats, self._tensors, self.tally, self._answered)
+
+    def sum_(
+        self, phase: Phase, parts: Sequence[Part], numbers: Sequence[float] = ()
+    ) -> list[float]:
+        """Sum tensors over the ranks, in place, each kind of them in one all_reduce; and numbers."""
+        packed = Packed(parts)
+        reduction = self.prepare(packed.flats)
+        totals = self.total(phase, numbers)
+        reduction.start()
+        reduction.wait()
+        packed.unpack()
+        return totals
 
     def broadcast_(
         self,
@@ -169,13 +201,14 @@ class Processes(Ranks):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Take over the tensors of one rank, in place; by the ranks of a group, or by all."""
-        for same in _by_kind(parts):
-            flat = flatten(same)
+        packed = Packed(parts)
+        for flat in packed.flats:
             with self._answered():
                 dist.broadcast(flat, owner, group=self._tensors if group is None else group)
-            self.sent += flat.numel() * flat.element_size()
-            if self.rank != owner:
-                unflatten(same, flat)
+            self.tally.broadcasts += 1
+            self.tally.bytes += flat.numel() * flat.element_size()
+        if self.rank != owner:
+            packed.unpack()
 
     def texts(self, phase: Phase, text: str) -> list[str]:
         """The text of every rank, in the order of the ranks."""
@@ -184,23 +217,17 @@ class Processes(Ranks):
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(own)] = own
         found = [torch.empty_like(padded) for _ in range(self.size)]
+        began = time.perf_counter()
         with self._answered():
             dist.all_gather(found, padded, group=self._messages)
+        self._count(phase, began)
         pairs = zip(found, lengths, strict=True)
         return [bytes(row[:length].tolist()).decode() for row, length in pairs]
 
     def abandon(self) -> None:
         """Say in the place of the next message that this rank has failed."""
         with suppress(RankError):  # the others have ended
-            self._exchange([1.0, 0.0, 0.0], SHORT)
-
-
-def _by_kind(parts: Sequence[Part]) -> list[list[Part]]:
-    """Parts of one dtype and device each, in a fixed order."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Part]] = {}
-    for part in parts:
-        kinds.setdefault((part.tensor.dtype, part.tensor.device), []).append(part)
-    return list(kinds.values())
+            self._exchange(Phase.STATE, [1.0], self._length)
 
 
 def _list(ranks: Sequence[int]) -> str:

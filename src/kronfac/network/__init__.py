@@ -12,7 +12,7 @@ from kronfac.network.program import Batch, LossCall, ModelCall, Pass, Ref
 from kronfac.network.side_effects import Buffers, Kept, RandomState, hooked, replay, restore
 from kronfac.network.standing import StandingRecorder
 from kronfac.network.standing_hooks import remove_hooks, without_hooks
-from kronfac.network.subset import sizes, subsets
+from kronfac.network.subset import sizes, subsets, terms_of_examples
 from kronfac.network.unit import Unit
 from kronfac.network.uses import Uses
 from kronfac.vector import Matrices, dot
@@ -51,5 +51,6 @@ __all__ = [
     "restore",
     "sizes",
     "subsets",
+    "terms_of_examples",
     "without_hooks",
 ]

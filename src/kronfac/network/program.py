@@ -201,6 +201,8 @@ class Batch:
     """Whether the closure ran in half precision, which K-FAC's own passes do not."""
     weightless: bool = False
     """Whether it stands for no example at all, on a rank that has none: its terms count nothing."""
+    by_rank: tuple[int, ...] = ()
+    """The examples that every rank has of a subset that was chosen among those of all ranks."""
 
     @cached_property
     def examples(self) -> int:

@@ -8,12 +8,15 @@ user's smaller mini-batch would be.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from kronfac.curvature.estimate import head_counts
 from kronfac.distributed import HERE, Spread
 from kronfac.network.division import arrange, division_of, norms_in_training, select
+from kronfac.network.learned import Division
 from kronfac.network.network import Network
 from kronfac.network.program import Batch
 
@@ -50,6 +53,7 @@ def subsets(
     own_total = batch.examples
     total = own_total + spread.examples_elsewhere
     if min(counts) >= total:
+        batch = replace(batch, by_rank=_by_rank(range(total), spread))
         return [batch for _ in counts]
     divisions = [division_of(network, part) for part in batch.passes]
     if norms_in_training(network.model):
@@ -58,17 +62,14 @@ def subsets(
         if len(batch.passes) > 1:  # a few examples of each would have no statistics
             return [_whole_passes(batch, count, generator) for count in counts]
         counts = [max(count, min(NORMALIZED, total)) for count in counts]
-    if any(
-        part.examples > 1 and (division is None or division.dim != part.dim)
-        for part, division in zip(batch.passes, divisions, strict=True)
-    ):
+    if not _divides(batch, divisions):
         counts = [_share(count, own_total, total) for count in counts]
         return [_whole_passes(batch, count, generator) for count in counts]
     order = None if generator is None else torch.randperm(total, generator=generator)
     found: dict[int, Batch] = {}
     for count in set(counts):
         chosen = range(count) if order is None else order[:count].sort().values
-        passes, start = [], spread.start
+        passes, start, by_rank = [], spread.start, _by_rank(chosen, spread)
         for part, division in zip(batch.passes, divisions, strict=True):
             whole = len(divisions) == 1 and spread.alone
             own = chosen if whole else _between(chosen, start, start + part.examples)
@@ -81,10 +82,50 @@ def subsets(
         if not passes:
             passes = [select(batch.passes[0], range(1), divisions[0])] if divisions[0] else []
             passes = passes or [batch.passes[0]]
-            found[count] = replace(batch, passes=tuple(passes), weightless=True).scaled(0.0)
+            none = replace(batch, passes=tuple(passes), weightless=True, by_rank=by_rank)
+            found[count] = none.scaled(0.0)
             continue
-        found[count] = replace(batch, passes=tuple(passes))
+        found[count] = replace(batch, passes=tuple(passes), by_rank=by_rank)
     return [found[count] for count in counts]
+
+
+def terms_of_examples(network: Network, batch: Batch) -> list[int]:
+    """The terms that each example has, of every kind of loss call, in the order of `head_counts`.
+
+    None of them if examples can't be chosen one by one, or differ in their terms.
+    """
+    if norms_in_training(network.model):
+        return []
+    batch = arrange(network, batch)
+    if not _divides(batch, [division_of(network, part) for part in batch.passes]):
+        return []
+    found: set[tuple[tuple[object, float], ...]] = set()
+    for part in batch.passes:
+        counts = head_counts([part]).items()
+        found.add(tuple((head, count / max(part.examples, 1)) for head, count in counts))
+    if len(found) > 1:
+        return []
+    (each,) = found
+    return [int(n) for _, n in each] if all(n.is_integer() for _, n in each) else []
+
+
+def _divides(batch: Batch, divisions: Sequence[Division | None]) -> bool:
+    """Whether examples can be chosen one by one."""
+    return all(
+        part.examples <= 1 or (division is not None and division.dim == part.dim)
+        for part, division in zip(batch.passes, divisions, strict=True)
+    )
+
+
+def _by_rank(chosen: Tensor | range, spread: Spread) -> tuple[int, ...]:
+    """How many of the chosen examples every rank has."""
+    if spread.alone:
+        return ()
+    if isinstance(chosen, range):
+        places = [min(start, chosen.stop) for start in spread.starts]
+    else:
+        places = torch.searchsorted(chosen, torch.tensor(spread.starts)).tolist()
+    return tuple(stop - start for start, stop in pairwise(places))
 
 
 def _share(count: int, own: int, total: int) -> int:

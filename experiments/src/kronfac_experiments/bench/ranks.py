@@ -2,12 +2,14 @@
 
 Bytes are those that the loopback interface counts, over all processes: what really travels, with the
 headers of every packet. CPU time is that of the busiest process, because processes share the processors.
+Messages and sums are those that the optimizer has counted.
 """
 
 import json
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from kronfac import KFAC, World, plan
+from kronfac.distributed import Processes, Tally
 from kronfac.planning.live_bytes import LiveBytes
 from kronfac.storage import tensors_in
 from kronfac_experiments.config import hint
@@ -67,7 +70,7 @@ class RanksConfig:
     @property
     def worlds(self) -> list[World]:
         """What is measured: every number of processes with every share that makes other groups."""
-        found = {}
+        found: dict[tuple[int, int], World] = {}
         for size in self.processes:
             for share in self.shares:
                 world = World(size, inverse_share=share)
@@ -89,6 +92,16 @@ class RankRun:
     """Bytes that live at the most in a step with a refresh."""
     inverses: int
     """Bytes of inverses that the rank holds between steps."""
+    messages: list[float]
+    """Messages on the host in a step, a repeat each, as the following."""
+    sums: list[float]
+    """Sums of tensors over the processes in a step."""
+    talked: list[float]
+    """Seconds of a step in messages."""
+    under_way: list[float]
+    """Seconds of a step from the start of sums to their arrival, added up."""
+    waited: list[float]
+    """Seconds of a step in which the rank waited for sums."""
 
 
 def ranks_command(config: RanksConfig) -> list[Path]:
@@ -161,9 +174,47 @@ def ranks_command(config: RanksConfig) -> list[Path]:
             f"processes, {config.inverse}, plain model, gloo on loopback, {config.repeats} × "
             f"{config.steps} steps after {config.warm_up}, seed {config.seed}, torch {torch.__version__}."
         ),
-        tables=(Table("Measured and planned", columns, rows, note),),
+        tables=(Table("Measured and planned", columns, rows, note), _communication(found)),
     )
     return publish(document, path, config.output, console)
+
+
+def _communication(found: dict[World, list[RankRun]]) -> Table:
+    """How often processes talk to each other, and how long they wait for that."""
+    rows = []
+    for world, ranks in found.items():
+        if world.processes == 1:
+            continue
+        first = ranks[0]
+        pairs = zip(first.waited, first.under_way, strict=True)
+        rows.append(
+            (
+                _label(world),
+                spread(first.messages, lambda number: f"{number:.2f}"),
+                spread(first.sums, lambda number: f"{number:.2f}"),
+                spread([1e3 * seconds for seconds in first.talked], str_ms),
+                spread([1e3 * seconds for seconds in first.under_way], str_ms),
+                spread([1e3 * seconds for seconds in first.waited], str_ms),
+                spread(
+                    [100 * waited / way for waited, way in pairs], lambda share: f"{share:.0f} %"
+                ),
+            )
+        )
+    columns = (
+        "processes",
+        "messages in a step",
+        "sums of tensors",
+        "ms in messages",
+        "ms that sums were under way",
+        "ms of them waited for",
+        "share",
+    )
+    note = (
+        "Of rank 0; with refreshes and validations, which have messages of their own. What is not waited "
+        "for travels while the process computes. A message takes until the slowest process has sent its "
+        "own, and so does a sum."
+    )
+    return Table("Messages and sums", columns, rows, note)
 
 
 def str_ms(ms: float) -> str:
@@ -214,7 +265,11 @@ def _measure(config: RanksConfig, rank: int, size: int, share: float) -> RankRun
     optimizer = _optimizer(config, model, share)
     for _ in range(config.warm_up):
         optimizer.step(optimizer.closure(x, y))
-    cpu, wall, travelled = [], [], []
+    tally, world = TimedTally(), Processes.current()
+    if isinstance(world, Processes):
+        # Sums are counted from the start, in which the ranks have to agree.
+        tally.sums, world.tally = world.tally.sums, tally
+    cpu, wall, travelled, tallies = [], [], [], [tally.numbers]
     for _ in range(config.repeats):
         dist.barrier()
         counted, began, used = _loopback(), time.perf_counter(), time.process_time()
@@ -224,10 +279,42 @@ def _measure(config: RanksConfig, rank: int, size: int, share: float) -> RankRun
         wall.append((time.perf_counter() - began) / config.steps)
         dist.barrier()
         travelled.append((_loopback() - counted) / config.steps)
+        tallies.append(tally.numbers)
+    told = {
+        name: [(after[name] - before[name]) / config.steps for before, after in pairwise(tallies)]
+        for name in tallies[0]
+    }
     current = optimizer._state.current
     assert current is not None
     held = sum(t.numel() * t.element_size() for t in tensors_in(current.inverse))
-    return RankRun(cpu, wall, travelled, _peak(config, rank, size, share), held)
+    return RankRun(cpu, wall, travelled, _peak(config, rank, size, share), held, **told)
+
+
+@dataclass
+class TimedTally(Tally):
+    """A tally that also knows for how long sums were under way."""
+
+    arrivals: list[float] = field(default_factory=list)
+    """Seconds from the start of every sum to its arrival."""
+
+    def started(self, flat: Tensor, work: dist.Work) -> None:
+        """Count a sum that was started, and note when it arrives."""
+        super().started(flat, work)
+        began = time.perf_counter()
+        work.get_future().add_done_callback(
+            lambda _: self.arrivals.append(time.perf_counter() - began)
+        )
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What this process has sent so far, and how long it took."""
+        return {
+            "messages": float(self.messages.total()),
+            "sums": float(self.sums),
+            "talked": self.talked,
+            "under_way": sum(self.arrivals),
+            "waited": self.waited,
+        }
 
 
 def _optimizer(config: RanksConfig, model: nn.Module, share: float) -> KFAC:

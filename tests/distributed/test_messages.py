@@ -1,0 +1,57 @@
+"""A step has one message for each thing that depends on the one before it, and no more."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.messages import CASES
+from tests.distributed.test_equal_steps import run
+
+SIZE = 2
+FIRST = 25
+"""The first step that is looked at: before, λ is found, and every step has an inverse of its own."""
+ORDINARY = {"EVALUATION": 1, "STATISTICS": 1, "FISHER": 1, "COMMIT": 1}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("messages"), list(CASES), (SIZE,))
+
+
+def steps(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The later steps, without those that refresh the inverse."""
+    ranks = [
+        torch.load(folder / f"{name}-{SIZE}-{rank}.pt", weights_only=True) for rank in range(SIZE)
+    ]
+    assert ranks[0]["steps"] == ranks[1]["steps"]
+    later = ranks[0]["steps"][FIRST:]
+    return [step for step in later if "REFRESH" not in step["messages"]]
+
+
+@pytest.mark.parametrize("name", ["told", "told-deep"])
+def test_an_ordinary_step_has_four_messages_and_two_sums(found: Path, name: str) -> None:
+    ordinary = 0
+    for step in steps(found, name):
+        expected = dict(ORDINARY)
+        if losses := step["validated"] + step["measured"]:
+            expected["LOSS"] = losses
+        ordinary += not losses
+        assert step["messages"] == expected
+        assert step["sums"] == 2
+    assert ordinary
+
+
+def test_ranks_that_draw_for_themselves_tell_how_many_examples_they_have(found: Path) -> None:
+    for step in steps(found, "told-normalized"):
+        assert step["messages"]["EXAMPLES"] == 1
+
+
+def test_sums_travel_while_a_rank_computes(found: Path) -> None:
+    for rank in range(SIZE):
+        events = torch.load(found / f"order-{SIZE}-{rank}.pt", weights_only=True)["events"]
+        gradient = ["EVALUATION", "start"]
+        statistics = ["STATISTICS", "start"]  # after passes over the rank's own examples
+        products = ["wait", "FISHER"]  # the direction needs the gradient, and J v the direction
+        assert events == [*gradient, *statistics, *products, "wait", "COMMIT"]
