@@ -131,6 +131,75 @@ def test_the_step_is_that_of_plain_tensors(with_closure):
     assert_close(steps(labelled), steps(lambda z: z), **ALGEBRA)
 
 
+class Careful(Tensor):
+    """What torch's functions return has no names, and some methods need them, as in PINA's tensors."""
+
+    names: str
+
+    def to(self, *given, **named):  # type: ignore[override]
+        result = super().to(*given, **named)
+        result.names = self.names
+        return result
+
+    def clone(self, *given, **named):  # type: ignore[override]
+        return careful(super().clone(*given, **named), self.names)
+
+    def requires_grad_(self, mode: bool = True) -> "Careful":
+        result = super().requires_grad_(mode)
+        result.names = self.names
+        return result
+
+
+def careful(x: Tensor, names: str = "xyz") -> Tensor:
+    result = x.as_subclass(Careful)
+    result.names = names
+    return result
+
+
+class ByName(nn.Module):
+    """A model that picks its inputs by their names."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        self.names = names
+        self.network = mlp([2, 4, 2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns = [x.names.index(name) for name in self.names]  # type: ignore[attr-defined]
+        result: Tensor = self.network(x[:, columns])
+        return result
+
+
+def test_a_model_that_is_given_such_tensors_and_needs_their_names():
+    def steps(model, made):
+        optimizer = KFAC(model, LOSS, statistics_fraction=0.5, fisher_fraction=0.5)
+        torch.manual_seed(0)
+        for step in range(8):
+            x, y = normal(12, 3, seed=step), normal(12, 2, seed=20 + step)
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = LOSS(model(made(x)), made(y)).as_subclass(Tensor)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    plain = mlp([2, 4, 2])
+    expected = steps(nn.Sequential(Columns([2, 0]), plain), lambda x: x)
+    assert_close(steps(ByName("zx"), careful), expected, **ALGEBRA)
+
+
+class Columns(nn.Module):
+    def __init__(self, columns: list[int]) -> None:
+        super().__init__()
+        self.columns = columns
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, self.columns]
+
+
 def test_no_graph_is_kept(model):
     with record(model, objective_of(LOSS)):
         z = labelled(model(X))
