@@ -35,6 +35,7 @@ LIBRARIES = {
     "skorch": "skorch",
     "timm": "timm",
     "deepxde": "deepxde",
+    "pina": "pina",
 }
 """What the examples of a page import, by its name."""
 SMALLER = {"seconds = 2.0": "seconds = 0.1"}

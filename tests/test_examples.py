@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.networks.libraries import transformers
+from tests.networks.libraries import import_torchvision, transformers
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -34,6 +34,15 @@ def test_poisson(capsys):
     error = load("poisson").main(steps=40, points=200, width=12)
     assert error < 0.05
     assert "step 40: loss" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*LeafSpec")
+def test_pina_poisson(capsys):
+    import_torchvision()
+    pytest.importorskip("pina")
+    assert load("pina_poisson").main(steps=60, points=200, width=16) < 0.05
+    assert "relative L² error" in capsys.readouterr().out
 
 
 @pytest.mark.slow

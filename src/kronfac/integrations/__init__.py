@@ -1,5 +1,6 @@
 """kronfac in other libraries, one module each; a library is imported when its module's function is called.
 
 `transformers`: the Trainer. `lightning`: gradient clipping in half precision. `skorch`: an optimizer for
-its nets. `timm`: `opt="kfac"`. `deepxde`: residuals of differential equations that K-FAC can see.
+its nets. `timm`: `opt="kfac"`. `deepxde` and `pina`: residuals of differential equations that K-FAC
+can see.
 """

@@ -26,6 +26,7 @@ from kronfac.network.network import Network
 from kronfac.network.plain import NoDropout
 from kronfac.network.program import Batch, LossCall, ModelCall, Operation, Pass
 from kronfac.network.side_effects import unseen_writes
+from kronfac.network.subclasses import keep_attributes
 
 TOLERANCE = 0.1
 """How far outputs may be off in units of their own size and the root of the dtype's precision: other
@@ -48,7 +49,8 @@ def select(part: Pass, index: Tensor | range, division: Division) -> Pass:
             return leaf
         first = False
         place = chosen if isinstance(chosen, slice) else chosen.to(leaf.device)
-        return take(leaf, place) if dim == 0 else leaf[:, place]
+        some = take(leaf, place) if dim == 0 else leaf[:, place]
+        return keep_attributes(some, leaf)
 
     def of_step(step: ModelCall | Operation) -> ModelCall | Operation:
         if isinstance(step, Operation) and not division.every:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from kronfac.network.by_example import PLAIN, Elementwise, Layout
 from kronfac.network.find import Site
 from kronfac.network.nested import tensor_leaves
 from kronfac.network.order import Orders
+from kronfac.network.subclasses import call_plainly
 from kronfac.network.unit import Unit
 from kronfac.network.uses import Uses
 
@@ -86,7 +88,8 @@ class SeeFunctions(TorchFunctionMode):
         if observer is not None:
             self.uses.order = order
             try:
-                result = observer(self, *args, **kwargs)
+                see = partial(observer, self)
+                result = call_plainly(see, types, args, kwargs) if types else see(*args, **kwargs)
             finally:
                 self.uses.order = usual
         else:

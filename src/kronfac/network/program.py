@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from kronfac.network.nested import Ref, fill, tensors_of
 from kronfac.network.plain import own_pass
 from kronfac.network.side_effects import RandomState, Start, replay, start_from
+from kronfac.network.subclasses import as_plain
 from kronfac.objective import JOINED, READERS, Terms
 
 __all__ = ["Batch", "LossCall", "ModelCall", "Operation", "Pass", "Ref"]
@@ -61,9 +62,9 @@ class ModelCall:
             CatchLosses() if self.losses else nullcontext() as caught,
         ):
             outputs = forward(*args, **kwargs)
-        yield from zip(self.outputs, tensors_of(outputs), strict=True)
+        yield from zip(self.outputs, map(as_plain, tensors_of(outputs)), strict=True)
         if caught is not None:
-            yield from zip(self.losses, caught.inputs, strict=True)
+            yield from zip(self.losses, map(as_plain, caught.inputs), strict=True)
 
 
 @dataclass(frozen=True)

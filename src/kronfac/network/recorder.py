@@ -29,6 +29,7 @@ from kronfac.network.program import (
     loss_input,
 )
 from kronfac.network.side_effects import Buffers, Kept, RandomState, device_of
+from kronfac.network.subclasses import as_plain
 from kronfac.network.tape import Tape, written_by
 from kronfac.objective import JOINED, READERS, Objective, observe
 from kronfac.precision import mixed
@@ -181,11 +182,12 @@ class Recording(TorchFunctionMode):
             written += others
         if tensors or written:
             drew = not random.same_as(RandomState.current(self._device))
+            given_args, given_kwargs = map_leaves(given, as_plain)
             self.steps.append(
                 Operation(
                     func,
-                    given[0],
-                    given[1],
+                    given_args,
+                    given_kwargs,
                     tuple(map(self._tape.remember, tensors)),
                     tuple(written),
                     random if drew else None,
@@ -229,20 +231,22 @@ class Recording(TorchFunctionMode):
                 f"KFAC needs at least one example to take a step from; {func.__name__} is called with "
                 f"outputs of shape {tuple(outputs.shape)}. Leave out empty mini-batches."
             )
-        terms = READERS[func](*args, **kwargs)
+        plain_args, plain_kwargs = map_leaves((args, kwargs), as_plain)
+        terms = READERS[func](*plain_args, **plain_kwargs)
         self._watch(terms.targets)
         declared = func is observe
-        loss = None if declared else result
+        loss = None if declared else as_plain(result)
 
         def put(leaf: Any) -> Any:
             return Ref(index) if leaf is outputs else leaf
 
-        given_args, given_kwargs = self._in_full(map_leaves((args, kwargs), put))
+        given = map_leaves(map_leaves((args, kwargs), put), as_plain)
+        given_args, given_kwargs = self._in_full(given)
         call = LossCall(index, terms, None, None if declared else func, given_args, given_kwargs)
         # A copy: the closure may go on with the loss in place.
         seen = SeenLoss(call, None if loss is None else loss.detach().clone())
         self.losses.append(seen)
-        self._await_gradient(outputs if loss is None else loss, seen)
+        self._await_gradient(outputs if loss is None else result, seen)
         return result
 
     def _await_gradient(self, tensor: Tensor, seen: SeenLoss) -> None:

@@ -2,6 +2,10 @@
 
 They are known for as long as the closure holds on to them, and no longer: weak references keep no graph and
 no activations. A tensor that was written to by something that could not be recorded is known no more.
+
+`as_subclass`, and the constructor of a class of tensors, make an alias of a tensor that no
+`TorchFunctionMode` is shown. It is found by its node of the graph, `AliasBackward0`, which leads to that of
+the tensor it was made from, whether that one still exists or not.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +18,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from kronfac.network.nested import Ref, map_leaves
 
+_TAPES = count()
+_NODE_KEY = "kronfac.tape"
+"""Where the nodes of the graph have the indices of what they computed."""
+
 
 class Tape:
     """Which tensors are known, and what else the closure may compute from."""
@@ -22,6 +30,7 @@ class Tape:
         self._indices = count() if indices is None else indices
         self._trained = {id(p) for p in model.parameters() if p.requires_grad}
         self._known: Any = WeakTensorKeyDictionary()
+        self._number = next(_TAPES)
         self.shapes: dict[int, torch.Size] = {}
         """Shapes of all tensors, by their indices."""
 
@@ -30,21 +39,39 @@ class Tape:
         index = next(self._indices)
         self.shapes[index] = tensor.shape
         if known:
-            self._known[tensor] = (index, tensor._version)
+            self.recognize(tensor, index)
         return index
 
     def recognize(self, tensor: Tensor, index: int) -> None:
         """Know a tensor by an index that was given out elsewhere."""
-        self._known[tensor] = (index, tensor._version)
+        self._known[tensor] = entry = (index, tensor._version)
+        node: Any = tensor.grad_fn
+        if node is not None:
+            node.metadata.setdefault(_NODE_KEY, {})[self._number, tensor.output_nr] = entry
 
     def alias(self, tensor: Tensor, other: Tensor) -> None:
         """Take a tensor for another one that is known."""
-        self._known[tensor] = (self._known[other][0], tensor._version)
+        self.recognize(tensor, self._known[other][0])
 
     def index(self, leaf: Any) -> int | None:
         """The index of a tensor; None if it is not known, or was written to since."""
-        entry = self._known.get(leaf) if isinstance(leaf, Tensor) else None
+        if not isinstance(leaf, Tensor):
+            return None
+        entry = self._known.get(leaf) or self._entry_of_alias(leaf)
         return None if entry is None or entry[1] != leaf._version else entry[0]
+
+    def _entry_of_alias(self, tensor: Tensor) -> tuple[int, int] | None:
+        """The entry of a known tensor that this one is an alias of, which is then known too."""
+        with torch._C.DisableTorchFunction():  # the class may have a `grad_fn` of its own
+            node: Any = tensor.grad_fn
+        while node is not None and node.name() == "AliasBackward0":
+            node, number = node.next_functions[0]
+            entries = {} if node is None else node.metadata.get(_NODE_KEY, {})
+            entry: tuple[int, int] | None = entries.get((self._number, number))
+            if entry is not None:
+                self._known[tensor] = entry
+                return entry
+        return None
 
     def written(self, but: Sequence[int]) -> list[tuple[int, int]] | None:
         """Tensors that were written to, with new indices; None if one of `but` is among them."""
