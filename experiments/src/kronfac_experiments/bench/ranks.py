@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.multiprocessing.spawn import spawn
 
 from kronfac import KFAC, World, plan
 from kronfac.planning.live_bytes import LiveBytes
+from kronfac.storage import tensors_in
 from kronfac_experiments.config import hint
 from kronfac_experiments.options import at_least, command_line
 from kronfac_experiments.pages.document import Document, Table, spread
@@ -35,6 +36,10 @@ class RanksConfig:
 
     processes: tuple[int, ...] = (1, 2, 4)
     """Numbers of processes, each with its part of the mini-batch."""
+    shares: tuple[float, ...] = (1.0, 0.5, 0.25)
+    """Shares of the processes that hold each inverse; those that make no difference are left out."""
+    inverse: Literal["block_diagonal", "block_tridiagonal", "ekfac"] = "block_diagonal"
+    """The inverse."""
     widths: tuple[int, ...] = (784, 500, 250, 10)
     """Units of the layers of a perceptron."""
     batch: int = 2048
@@ -55,6 +60,19 @@ class RanksConfig:
     def __post_init__(self) -> None:
         for name in ("processes", "widths", "batch", "steps", "repeats"):
             at_least(1, **{name: getattr(self, name)})
+        if not self.shares or not all(0 < share <= 1 for share in self.shares):
+            words = " ".join(map(str, self.shares)) or "none"
+            raise ValueError(f"--shares lie above 0 and are at most 1; got {words}.")
+
+    @property
+    def worlds(self) -> list[World]:
+        """What is measured: every number of processes with every share that makes other groups."""
+        found: dict[tuple[int, int], World] = {}
+        for size in self.processes:
+            for share in self.shares:
+                world = World(size, inverse_share=share)
+                found.setdefault((size, world.groups), world)
+        return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -69,42 +87,55 @@ class RankRun:
     """Bytes on the loopback interface in a step, those of all processes, a repeat each."""
     peak: int
     """Bytes that live at the most in a step with a refresh."""
+    inverses: int
+    """Bytes of inverses that the rank holds between steps."""
 
 
 def ranks_command(config: RanksConfig) -> list[Path]:
     """Run the processes; show and write what they took."""
     console = Console(highlight=False, soft_wrap=True)
     found = {}
-    for size in config.processes:
-        console.print(f"{size} processes")
-        found[size] = _run(config, size)
+    for world in config.worlds:
+        console.print(f"{_label(world)} processes")
+        found[world] = _run(config, world)
     rows = []
-    for size, ranks in found.items():
+    for world, ranks in found.items():
         model, x, y = _problem(config)
-        own = plan(model, nn.CrossEntropyLoss(), x, y, world=World(size)).world
+        settings: dict[str, Any] = {"inverse": config.inverse}
+        whole = plan(model, nn.CrossEntropyLoss(), x, y, world=world, **settings)
+        own = whole.world
         assert own is not None
+        size, held = world.processes, [0] * world.groups
+        for row, owner in zip(whole.rows, own.assignment, strict=True):
+            held[world.group(owner)] += row.inverse
         busiest = max(ranks, key=lambda run: median(run.cpu))
         each = [t / size / MB for t in ranks[0].travelled]
         rows.append(
             (
                 f"{size}",
+                f"1/{world.groups}" if world.groups > 1 else "1",
                 spread([1e3 * s for s in busiest.cpu], lambda ms: f"{ms:.0f}"),
                 f"{1e3 * sum(own.computation.values()):.0f}",
                 spread([1e3 * max(w) for w in zip(*(r.wall for r in ranks), strict=True)], str_ms),
                 spread(each, lambda mb: f"{mb:.2f}"),
                 f"{sum(own.bytes.values()) / MB:.2f}",
+                f"{max(run.inverses for run in ranks) / MB:.2f}",
+                f"{max(held) / MB:.2f}",
                 f"{max(run.peak for run in ranks) / MB:.1f}",
                 f"{own.memory.total / MB:.1f}",
             )
         )
     columns = (
         "processes",
+        "share that holds an inverse",
         "CPU ms of a step, busiest",
         "planned",
         "ms of a step",
         "MB sent by a process in a step",
         "planned",
-        "MB held",
+        "MB of inverses held, most",
+        "planned",
+        "MB held in a step, most",
         "planned",
     )
     note = (
@@ -117,15 +148,18 @@ def ranks_command(config: RanksConfig) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "ranks.json"
     path.write_text(
-        json.dumps({s: [asdict(run) for run in ranks] for s, ranks in found.items()}, indent=1)
+        json.dumps(
+            {_label(world): [asdict(run) for run in ranks] for world, ranks in found.items()},
+            indent=1,
+        )
     )
     document = Document(
         title="Steps in several processes",
         command=command_line("bench ranks", config),
         settings=(
             f"Perceptron {'-'.join(map(str, config.widths))}, float32, mini-batch {config.batch} over all "
-            f"processes, plain model, gloo on loopback, {config.repeats} × {config.steps} steps after "
-            f"{config.warm_up}, seed {config.seed}, torch {torch.__version__}."
+            f"processes, {config.inverse}, plain model, gloo on loopback, {config.repeats} × "
+            f"{config.steps} steps after {config.warm_up}, seed {config.seed}, torch {torch.__version__}."
         ),
         tables=(Table("Measured and planned", columns, rows, note),),
     )
@@ -147,31 +181,37 @@ def _problem(config: RanksConfig) -> tuple[nn.Module, Tensor, Tensor]:
     return nn.Sequential(*layers[:-1]), x, y
 
 
-def _run(config: RanksConfig, size: int) -> list[RankRun]:
+def _label(world: World) -> str:
+    """The number of processes, and the groups that hold an inverse if not all of them do."""
+    return f"{world.processes}" + (f" in {world.groups} groups" if world.groups > 1 else "")
+
+
+def _run(config: RanksConfig, world: World) -> list[RankRun]:
+    size = world.processes
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (size, folder, asdict(config))
+        arguments = (size, world.inverse_share, folder, asdict(config))
         spawn(_rank, args=arguments, nprocs=size)
         files = [Path(folder) / f"{rank}.json" for rank in range(size)]
         return [RankRun(**json.loads(file.read_text())) for file in files]
 
 
-def _rank(rank: int, size: int, folder: str, given: dict[str, object]) -> None:
+def _rank(rank: int, size: int, share: float, folder: str, given: dict[str, object]) -> None:
     """One process."""
     torch.set_num_threads(1)
     config = RanksConfig(**given)  # type: ignore[arg-type]
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    run = _measure(config, rank, size)
+    run = _measure(config, rank, size, share)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(asdict(run)))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _measure(config: RanksConfig, rank: int, size: int) -> RankRun:
+def _measure(config: RanksConfig, rank: int, size: int, share: float) -> RankRun:
     model, x, y = _problem(config)
     part = slice(rank * config.batch // size, (rank + 1) * config.batch // size)
     x, y = x[part], y[part]
-    optimizer = KFAC(model, nn.CrossEntropyLoss())
+    optimizer = _optimizer(config, model, share)
     for _ in range(config.warm_up):
         optimizer.step(optimizer.closure(x, y))
     cpu, wall, travelled = [], [], []
@@ -184,17 +224,24 @@ def _measure(config: RanksConfig, rank: int, size: int) -> RankRun:
         wall.append((time.perf_counter() - began) / config.steps)
         dist.barrier()
         travelled.append((_loopback() - counted) / config.steps)
-    return RankRun(cpu, wall, travelled, _peak(config, rank, size))
+    current = optimizer._state.current
+    assert current is not None
+    held = sum(t.numel() * t.element_size() for t in tensors_in(current.inverse))
+    return RankRun(cpu, wall, travelled, _peak(config, rank, size, share), held)
 
 
-def _peak(config: RanksConfig, rank: int, size: int) -> int:
+def _optimizer(config: RanksConfig, model: nn.Module, share: float) -> KFAC:
+    return KFAC(model, nn.CrossEntropyLoss(), inverse=config.inverse, inverse_share=share)
+
+
+def _peak(config: RanksConfig, rank: int, size: int, share: float) -> int:
     """Bytes that live in the first steps, each of which refreshes the inverse."""
     with LiveBytes() as live:
         model, x, y = _problem(config)
         part = slice(rank * config.batch // size, (rank + 1) * config.batch // size)
         data = x.numel() * x.element_size() + y.numel() * y.element_size()
         x, y = x[part].clone(), y[part].clone()
-        optimizer = KFAC(model, nn.CrossEntropyLoss())
+        optimizer = _optimizer(config, model, share)
         optimizer.step(optimizer.closure(x, y))
         live.course.clear()
         optimizer.step(optimizer.closure(x, y))
