@@ -202,6 +202,16 @@ def test_kronfac_plan_takes_a_world():
     assert replace(found, world=None) == plan(model, nn.CrossEntropyLoss(), x)
 
 
+def test_the_share_of_holders_is_that_of_the_optimizer():
+    model, x = nn.Linear(20, 5), torch.randn(64, 20)
+    settings = {"inverse_share": 0.25, "world": 4}
+    for more in ({}, {"bandwidth": 1e9}):
+        found = plan(model, nn.CrossEntropyLoss(), x, **settings, **more)
+        assert found.world.world.inverse_share == 0.25
+    found = plan(model, nn.CrossEntropyLoss(), x, inverse_share=0.25, world=World(4, flops=SPEED))
+    assert found.world.world.inverse_share == 1  # what a World says counts
+
+
 def test_the_speed_of_a_process_is_measured_if_it_is_not_given():
     found = plan(nn.Linear(20, 5), nn.CrossEntropyLoss(), torch.randn(64, 20), world=4)
     assert found.world.world.flops > 0

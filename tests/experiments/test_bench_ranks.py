@@ -13,6 +13,7 @@ def test_two_processes_send_what_the_plan_says(tmp_path: Path) -> None:
     output = tmp_path / "page.md"
     config = RanksConfig(
         processes=(1, 2),
+        shares=(1.0, 0.5),
         widths=(200, 100, 10),
         batch=64,
         warm_up=3,
@@ -52,7 +53,7 @@ def test_shares_lie_between_0_and_1(shares: tuple[float, ...]) -> None:
 
 
 def test_shares_that_make_the_same_groups_are_measured_once() -> None:
-    worlds = RanksConfig(processes=(1, 2, 4)).worlds
+    worlds = RanksConfig(processes=(1, 2, 4), shares=(1.0, 0.5, 0.25)).worlds
     assert [(w.processes, w.groups) for w in worlds] == [
         (1, 1),
         (2, 1),

@@ -252,7 +252,10 @@ class ApproximateInverse(ABC):
         return self
 
     def between_refreshes(self, inverse: DampedInverse, decay: float) -> InverseUpdate | None:
-        """How the inverse in use follows a step's statistics, with ε = `decay`; None if it does not."""
+        """How the inverse in use follows a step's statistics, with ε = `decay`; None if it does not.
+
+        Processes may hold a part of it each: `gathered` has all pieces, `with_pieces` drops them again.
+        """
         return None
 
     def cost(self, moments: Moments) -> InverseCost:

@@ -46,7 +46,8 @@ class World:
             addition are two. None to measure it on the model's device.
         inversion_flops: the same in decompositions. None to measure it, or for `flops` if that is given.
         inverse_share: f in [1/W, 1], the share of the processes that hold the inverse of a unit: at 1
-            inverses are sent to all at a refresh, at 1/W directions are in every step.
+            inverses are sent to all at a refresh, at 1/W directions are in every step. `KFAC` has a setting
+            of this name, which counts if a plan is made with a number of processes.
         wrapper: what sums gradients: `"none"` for K-FAC itself, `"ddp"` for DistributedDataParallel,
             `"fsdp"` for `fully_shard`, which divides parameters, gradients and vectors of their size.
         hops: how many messages one after another a collective takes: W − 1 in a `"ring"`, log₂ W in a

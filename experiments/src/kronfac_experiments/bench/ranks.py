@@ -39,7 +39,7 @@ class RanksConfig:
 
     processes: tuple[int, ...] = (1, 2, 4)
     """Numbers of processes, each with its part of the mini-batch."""
-    shares: tuple[float, ...] = (1.0, 0.5, 0.25)
+    shares: tuple[float, ...] = (1.0,)
     """Shares of the processes that hold each inverse; those that make no difference are left out."""
     inverse: Literal["block_diagonal", "block_tridiagonal", "ekfac"] = "block_diagonal"
     """The inverse."""
