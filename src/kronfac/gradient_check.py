@@ -79,8 +79,8 @@ class GradientCheck:
         self._warn(
             "unseen loss",
             "KFAC.step() has not seen the loss that backward() was called on, only the model's outputs: "
-            "the curvature is that of the loss that KFAC was given or kronfac.observe declared, λ stays as "
-            "it is, and no step is validated or rejected, so that training may diverge. The "
+            "the curvature is that of the loss that KFAC was given or kronfac.observe declared, and λ and "
+            "the rejection of steps go by gradients alone, which tell less than losses. The "
             f"loop has called a function, or another module than the {given} that KFAC was given: pass the "
             "same object to KFAC(model, loss) that the loop calls with the model's outputs, also if both "
             "are of one class; or give step() a closure, in which all are seen.",
