@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kronfac.candidates import Chosen, best_proposal
+from kronfac.clipped_gradient import predict_by_whole_gradient
 from kronfac.control import Kept, Measurement, Pending, StepState, after_step
 from kronfac.curvature_update import curvature_examples, update_curvature
 from kronfac.distributed import Phase, Ranks
@@ -97,7 +98,7 @@ def compute_step(
         proposer = replace(proposer, measurement=replace(m, lambda_=before.damping.lambda_))
         chosen = best_proposal(settings, proposer, before, events)
     with watch("step_size"):
-        best = apply_rates(proposer, chosen.proposal, rates)
+        best = predict_by_whole_gradient(evaluation, apply_rates(proposer, chosen.proposal, rates))
     if not best.loss_seen:
         events.append(
             Event(
