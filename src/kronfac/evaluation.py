@@ -77,6 +77,8 @@ class Evaluation:
     spread: Spread = HERE
     """The place of these examples in a mini-batch that several processes have parts of. `returned`, `batch`
     and `factors` are this rank's own; losses and gradients are those of all ranks."""
+    clipped: float = 1.0
+    """What clipping has multiplied the gradient by; 1 if that is not known."""
     summing: GradientSum | None = None
     """The gradients of all ranks, on their way; None if those in the parameters are right already."""
 

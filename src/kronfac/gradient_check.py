@@ -35,11 +35,12 @@ class GradientCheck:
         """What was found, which the optimizer saves with its state."""
 
     def __call__(
-        self, evaluation: Evaluation, iteration: int, unscaled: bool = False
+        self, evaluation: Evaluation, iteration: int, unscaled: bool = False, measured: bool = False
     ) -> Evaluation:
         """The evaluation as the step may take it: with fallback blocks, and the loss that is minimised.
 
-        A gradient that a GradScaler has `unscaled` is compared with that of the scaled loss in every step.
+        A gradient that a GradScaler has `unscaled` is compared with that of the scaled loss in every step;
+        one that is clipped in every step whose ρ will be `measured`, which needs the factor.
         """
         batch = evaluation.batch
         self._where = "loop" if evaluation.reevaluate is None else "closure"
@@ -57,7 +58,7 @@ class GradientCheck:
         if memory.follows_returned:
             evaluation = _scale_to_returned(evaluation)
         compared = memory.compared and (memory.zeroes_in_place or not added)
-        compared = compared and not memory.undecided
+        compared = compared and not memory.undecided and not (memory.clips and measured)
         if compared and iteration > 1 and iteration % INTERVAL and not unscaled:
             return _scaled(evaluation, memory.scale)
         verdict = compare(
@@ -79,8 +80,8 @@ class GradientCheck:
         self._warn(
             "unseen loss",
             "KFAC.step() has not seen the loss that backward() was called on, only the model's outputs: "
-            "the curvature is that of the loss that KFAC was given or kronfac.observe declared, λ stays as "
-            "it is, and no step is validated or rejected, so that training may diverge. The "
+            "the curvature is that of the loss that KFAC was given or kronfac.observe declared, and λ and "
+            "the rejection of steps go by gradients alone, which tell less than losses. The "
             f"loop has called a function, or another module than the {given} that KFAC was given: pass the "
             "same object to KFAC(model, loss) that the loop calls with the model's outputs, also if both "
             "are of one class; or give step() a closure, in which all are seen.",
@@ -180,7 +181,7 @@ class GradientCheck:
         self.memory = replace(self.memory, scales=(before, scale))
         if before not in (None, scale):
             # Clipped: the curvature is that of the loss, and the gradient what it is made to be.
-            return evaluation
+            return replace(evaluation, clipped=scale)
         if scale != 1:
             if before is not None:
                 self._warn(

@@ -39,6 +39,12 @@ class GradientMemory:
     """What was found of fresh gradients, the last two; None for those that there were not yet."""
 
     @property
+    def clips(self) -> bool:
+        """Whether the factor differs from step to step, as clipping makes it."""
+        earlier, last = self.scales
+        return earlier is not None and earlier != last
+
+    @property
     def undecided(self) -> bool:
         """Whether a factor was seen once: it is looked at twice, as clipping has another one each time."""
         earlier, last = self.scales

@@ -4,8 +4,9 @@ import math
 
 import torch
 
-from kronfac.control import Measurement
+from kronfac.control import Measurement, Slope
 from kronfac.evaluation import Evaluation
+from kronfac.network import Matrices, dot
 from kronfac.state import State
 
 
@@ -27,3 +28,9 @@ def measure(evaluation: Evaluation, state: State) -> Measurement:
         inverse_age=state.iteration + 1 - refreshed,
         inverse_lambda=None if current is None else current.lambda_,
     )
+
+
+def slope_along(gradient: Matrices, delta: Matrices, m: Measurement) -> Slope:
+    """A gradient along a step and by itself."""
+    size = math.sqrt(float(dot(gradient, gradient)))
+    return Slope(float(dot(gradient, delta)), size / m.examples if m.summed else size)

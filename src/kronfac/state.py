@@ -19,6 +19,7 @@ from kronfac.control import (
     DampingState,
     GammaState,
     Measurement,
+    SlopeState,
     StepState,
 )
 from kronfac.curvature import Curvature, DampedInverse
@@ -269,6 +270,9 @@ def _continued(saved: SavedState, fresh: State, settings: Settings, weight_decay
     gamma = initial_gamma(settings, damping, weight_decay)
     if gamma is not None and saved.gamma is not None:
         gamma = _adopted(gamma, saved.gamma)
+    acceptance = saved.acceptance
+    if not isinstance(acceptance, SlopeState):
+        acceptance = _adopted(fresh.acceptance, acceptance)
     generator = saved.generator.cpu()
     try:
         torch.Generator(device=saved.generator.device).set_state(generator)
@@ -282,7 +286,7 @@ def _continued(saved: SavedState, fresh: State, settings: Settings, weight_decay
         damping=damping,
         gamma=gamma,
         step=_adopted(fresh.step, saved.step),
-        acceptance=_adopted(fresh.acceptance, saved.acceptance),
+        acceptance=acceptance,
         curvature=saved.curvature,
         current=saved.current,
         # Without a lag every refresh is made at once.

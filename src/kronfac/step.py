@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from kronfac.candidates import Chosen, best_proposal
-from kronfac.control import Kept, Measurement, Pending, StepState
+from kronfac.clipped_gradient import predict_by_whole_gradient
+from kronfac.control import Kept, Measurement, Pending, StepState, after_step
 from kronfac.curvature_update import curvature_examples, update_curvature
 from kronfac.distributed import Phase, Ranks
 from kronfac.errors import RankError
@@ -19,7 +20,7 @@ from kronfac.first_damping import first_lambda
 from kronfac.geodesic_step import minimises_wholly, propose_wholly
 from kronfac.groups import PerParameter
 from kronfac.learning_rate import ONE, apply_rates
-from kronfac.measure import measure
+from kronfac.measure import measure, slope_along
 from kronfac.network import Matrices, Network
 from kronfac.proposal import Proposal, Proposer
 from kronfac.report import Event, EventKind, StepReport, Stopwatch
@@ -27,7 +28,7 @@ from kronfac.settings import Settings
 from kronfac.state import State, initial_gamma
 
 UNSEEN_RADIUS = 1.0
-"""The largest Fisher norm of a step for each term, if no step can be validated: δᵀFδ/2 is about by how much
+"""The largest Fisher norm of a step for each term, if no loss can be compared: δᵀFδ/2 is about by how much
 predictive distributions change (Kullback–Leibler), half a nat of the average term."""
 
 
@@ -98,7 +99,7 @@ def compute_step(
         proposer = replace(proposer, measurement=replace(m, lambda_=before.damping.lambda_))
         chosen = best_proposal(settings, proposer, before, events)
     with watch("step_size"):
-        best = apply_rates(proposer, chosen.proposal, rates)
+        best = predict_by_whole_gradient(evaluation, apply_rates(proposer, chosen.proposal, rates))
     if not best.loss_seen:
         events.append(
             Event(
@@ -107,7 +108,7 @@ def compute_step(
                 "curvature is that of the loss module, and ρ calls the closure again."
                 if evaluation.reevaluate is not None
                 else "The loop's loss was not seen; the curvature is that of the loss that KFAC was given, "
-                "and no step is validated.",
+                "and steps are validated by gradients alone.",
             )
         )
     predicted = best.step.predicted_change
@@ -134,7 +135,8 @@ def compute_step(
         damping = settings.damping.update(damping, after)
     assert before.gamma is not None
     alpha, *mu = best.step.coefficients
-    loss = best.loss if evaluation.comparable() else math.nan
+    unseen = not evaluation.comparable()
+    loss = math.nan if unseen else best.loss
     memory = settings.step_size.long_memory
     return Transition(
         delta=best.delta,
@@ -146,12 +148,10 @@ def compute_step(
             step=_update_average(
                 settings, evaluation.network, replace(step_state, momentum=best.momentum), m
             ),
-            acceptance=replace(
+            acceptance=after_step(
                 before.acceptance,
-                # By a loss that is not known, no mini-batch can validate the step later on either.
-                pending=_pending(evaluation.network, settings, before, best, m, outlier)
-                if evaluation.comparable()
-                else None,
+                _pending(evaluation.network, settings, before, best, m, outlier or unseen),
+                slope_along(point.gradient, best.delta, m) if unseen else None,
             ),
             curvature=later.value,
             current=chosen.current,
@@ -179,8 +179,8 @@ def compute_step(
 def _radius(settings: Settings, evaluation: Evaluation) -> float | None:
     """The largest Fisher norm of a step; None for any.
 
-    Without a loss that can be had elsewhere λ does not follow it, and nothing rejects a step that is far
-    too long. Predictive distributions of classes have a scale of their own to limit it by.
+    Without a loss that can be had elsewhere a step that is far too long is seen by the next gradient alone.
+    Predictive distributions of classes have a scale of their own to limit it by.
     """
     weight = 0.0
     if not evaluation.comparable():

@@ -154,7 +154,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
         evaluation = self._spread_out(own)
         assert evaluation is not None
         with self.network.buffers.preserved():
-            return self._check(evaluation, self._state.iteration + 1)
+            return self._check(evaluation, self._state.iteration + 1, measured=self._measured)
 
     def _evaluate_loop(self) -> Evaluation | None:
         """What a loop without a closure has computed; None if there is nothing to take a step from."""
@@ -180,7 +180,15 @@ class SteppingOptimizer(torch.optim.Optimizer):
             self._check.warn_of_old_gradients()
             return evaluation
         with self.network.buffers.preserved():
-            return self._check(evaluation, self._state.iteration + 1, scaling.unscaled)
+            return self._check(
+                evaluation, self._state.iteration + 1, scaling.unscaled, self._measured
+            )
+
+    @property
+    def _measured(self) -> bool:
+        """Whether ρ of the step that is being made is wanted, of itself or on the next mini-batch."""
+        measures, iteration = self.settings.damping.measures, self._state.iteration + 1
+        return measures(iteration) == "own" or measures(iteration + 1) == "next"
 
     def _spread_out(self, own: Callable[[], Evaluation | None]) -> Evaluation | None:
         """This rank's evaluation as part of that of all ranks."""

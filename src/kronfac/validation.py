@@ -5,9 +5,9 @@ Pure; the optimizer commits the result, and rolls θ back if the step is rejecte
 
 from dataclasses import dataclass, replace
 
-from kronfac.control import Losses, Pending, Verdict
+from kronfac.control import Losses, Pending, SlopeState, Verdict, validate_slope
 from kronfac.evaluation import Evaluation
-from kronfac.measure import measure
+from kronfac.measure import measure, slope_along
 from kronfac.report import SAME_EXAMPLES, Event, EventKind
 from kronfac.settings import Settings
 from kronfac.state import State
@@ -31,7 +31,8 @@ def in_turn(settings: Settings, state: State) -> bool:
     pending = state.acceptance.pending
     if pending is None:
         return False
-    return pending.validate or settings.damping.measures(state.iteration + 1) == "next"
+    in_turn = settings.damping.measures(state.iteration + 1) == "next"
+    return in_turn or pending.validate or isinstance(state.acceptance, SlopeState)
 
 
 def suspects(
@@ -42,14 +43,20 @@ def suspects(
     penalty: float | None = None,
 ) -> bool:
     """Whether the loss of this mini-batch calls for a validation out of turn, see `Acceptance`."""
+    if isinstance(state.acceptance, SlopeState):
+        return False  # there is no loss to compare with
     m = replace(measure(evaluation, state), loss=loss)
     return settings.acceptance.suspects(state.acceptance, m, penalty)
 
 
 def validate(settings: Settings, evaluation: Evaluation, state: State) -> Validation | None:
-    """The last step by h(θ) and h(θ − δ) on this mini-batch; None if that can't tell."""
+    """The last step by h(θ) and h(θ − δ) on this mini-batch, or by slopes; None if that can't tell."""
     pending = state.acceptance.pending
-    if pending is None or pending.predicted_change == 0 or not evaluation.comparable():
+    if pending is None or pending.predicted_change == 0:
+        return None
+    if isinstance(state.acceptance, SlopeState):
+        return _validate_slope(settings, evaluation, state, state.acceptance, pending)
+    if not evaluation.comparable():
         return None
     back = tuple(V.neg() for V in pending.delta)
     loss_seen = evaluation.loss_seen()
@@ -61,6 +68,18 @@ def validate(settings: Settings, evaluation: Evaluation, state: State) -> Valida
     m = measure(evaluation, state)
     verdict = settings.acceptance.validate(state.acceptance, m, losses)
     return None if verdict is None else _validation(settings, state, pending, verdict)
+
+
+def _validate_slope(
+    settings: Settings, evaluation: Evaluation, state: State, by: SlopeState, pending: Pending
+) -> Validation:
+    """The last step, whose loss was not seen, by the gradients before and after it."""
+    m = measure(evaluation, state)
+    after = slope_along(evaluation.gradient(), pending.delta, m)
+    verdict = validate_slope(settings.acceptance, settings.damping, by, m, after)
+    if verdict.measurement.next_rho is None:  # λ stays as it is
+        return Validation(replace(state, acceptance=verdict.state), verdict.rho)
+    return _validation(settings, state, pending, verdict)
 
 
 def _validation(settings: Settings, state: State, pending: Pending, verdict: Verdict) -> Validation:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC, FixedDamping, FixedGamma, QuadraticModel
+from kronfac import KFAC, FixedDamping, FixedGamma, LevenbergMarquardt, QuadraticModel
 from kronfac.gradient_memory import GradientMemory
 from tests.loop.loops import PROBLEMS, same_parameters, step_without_closure
 
@@ -131,3 +131,62 @@ def test_a_gradient_of_the_inputs_alone_is_no_part_of_the_step() -> None:
         torch.autograd.grad(PROBLEM.loss(other, moved, y), moved)
         step_without_closure(optimizers[1], lambda x=x, y=y: PROBLEM.loss(other, x, y))
     assert same_parameters(one, other)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("closure", [True, False], ids=["closure", "loop"])
+def test_rho_of_a_clipped_step_is_that_of_the_whole_gradient(
+    closure: bool, weight_decay: float
+) -> None:
+    """A linear model with squared errors and hardly any λ: M is the objective itself, and ρ is 1."""
+    torch.manual_seed(0)
+    model, loss_fn = nn.Linear(4, 2).double(), nn.MSELoss()
+    x = torch.randn(40, 4, dtype=torch.float64)
+    y = 10 * x[:, :2] + torch.randn(40, 2, dtype=torch.float64)
+    optimizer = KFAC(
+        model,
+        loss_fn,
+        weight_decay=weight_decay,
+        damping=LevenbergMarquardt(1e-12, interval=1),
+        fisher_fraction=1.0,
+    )
+    # Two comparisons that differ have told that gradients are clipped.
+    optimizer._check.memory = GradientMemory(scales=(0.3, 0.7))
+    ratios, clipped = [], []
+    for _ in range(4):
+
+        def passes() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = loss_fn(model(x), y)
+            loss.backward()
+            clipped.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)) > 0.5)
+            return loss
+
+        if closure:
+            optimizer.step(passes)
+        else:
+            passes()
+            optimizer.step()
+        assert optimizer.report is not None
+        assert optimizer.report.rho is not None
+        ratios.append(optimizer.report.rho)
+    assert all(clipped)
+    assert ratios == pytest.approx([1.0] * 4, abs=1e-6)
+
+
+def test_rho_on_the_next_mini_batch_is_no_larger_for_gradients_that_are_clipped() -> None:
+    """Of a step that is shorter, more comes true, but not many times more."""
+    model = PROBLEM.model().double()
+    optimizer = KFAC(model, PROBLEM.loss_fn)
+    ratios = []
+    (x, y), *_ = PROBLEM.batches(1)
+    for _ in range(15):
+        optimizer.zero_grad()
+        PROBLEM.loss(model, x.double(), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.02)
+        optimizer.step()
+        assert optimizer.report is not None
+        if optimizer.report.next_rho is not None:
+            ratios.append(optimizer.report.next_rho)
+    assert len(ratios) >= 10
+    assert max(ratios[2:]) < 2

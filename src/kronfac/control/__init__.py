@@ -17,6 +17,7 @@ from kronfac.control.long_memory import LongMemory, MemoryState
 from kronfac.control.quadratic_form import Coefficients, Matrix, quadratic_form
 from kronfac.control.quadratic_model import QuadraticModel, clip_to_objective, clip_to_radius
 from kronfac.control.raw_step import RawStep
+from kronfac.control.slopes import Slope, SlopeState, after_step, validate_slope
 from kronfac.control.step_rule import Step, StepRule, StepState
 from kronfac.control.tied_gamma import TiedGamma
 
@@ -52,13 +53,17 @@ __all__ = [
     "QuadraticModel",
     "RawStep",
     "Rule",
+    "Slope",
+    "SlopeState",
     "Step",
     "StepRule",
     "StepState",
     "TiedGamma",
     "Verdict",
+    "after_step",
     "clip_to_objective",
     "clip_to_radius",
     "quadratic_form",
     "refine",
+    "validate_slope",
 ]
