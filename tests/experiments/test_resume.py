@@ -162,3 +162,12 @@ def test_an_incomplete_configuration_is_refused(data, tmp_path, capsys):
     (run / "config.json").write_text(json.dumps(written))
     assert kronfac("train", "--resume", run) == 2
     assert "batch" in capsys.readouterr().err
+
+
+def test_a_run_from_before_an_option_was_there_goes_on(data, tmp_path):
+    run = tmp_path / "run"
+    assert train(data, run, "--iterations", 2) == 0
+    configuration = json.loads((run / "config.json").read_text())
+    assert configuration.pop("ddp") is False
+    (run / "config.json").write_text(json.dumps(configuration))
+    assert kronfac("train", "--resume", run, "--iterations", 3) == 0

@@ -1,9 +1,11 @@
 """Random problems: an error has its name, parameters stay finite, nothing is different without a word."""
 
+import copy
+import io
 import math
-import random
+import signal
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,85 +16,9 @@ from torch import Tensor, nn
 
 from kronfac import KFAC
 from kronfac.errors import KronfacError
-from tests.conftest import seeded
-from tests.failures.injection import AtOperation, Everything, Injected
+from tests.failures.fuzz_problems import Problem, problems
+from tests.failures.injection import AtOperation, Everything, Injected, SignalAtLine, raising
 from tests.optimizer.runs import same
-
-EXAMPLES = (1, 2, 3, 7)
-SCALES = tuple(10.0**n for n in range(-30, 31, 5))
-SPOILS = ("nothing", "nothing", "nan", "inf", "duplicates", "constant", "zeros", "low rank")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A small network with data that may be anything."""
-
-    layers: tuple[int, ...]
-    activation: str
-    norm: bool
-    dropout: bool
-    bias: bool
-    classes: bool
-    double: bool
-    examples: int
-    scales: tuple[float, float, float]
-    """Scales of inputs, targets and weights."""
-    spoil: str
-    at: int
-    """The step whose mini-batch is spoiled."""
-    inverse: str
-    decay: float
-    way: str
-    seed: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.double else torch.float32
-
-    def model(self) -> nn.Module:
-        torch.manual_seed(self.seed)
-        modules: list[nn.Module] = []
-        for n, (d_in, d_out) in enumerate(zip(self.layers, self.layers[1:], strict=False)):
-            if n:
-                modules.append(
-                    {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU}[self.activation]()
-                )
-            if n and self.norm:
-                modules.append(nn.LayerNorm(d_in))
-            if n and self.dropout:
-                modules.append(nn.Dropout(0.3))
-            modules.append(nn.Linear(d_in, d_out, bias=self.bias))
-        model = nn.Sequential(*modules).to(self.dtype)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(self.scales[2])
-        return model
-
-    def data(self, step: int) -> tuple[Tensor, Tensor]:
-        made = seeded(1000 * self.seed + step)
-        x = torch.randn(self.examples, self.layers[0], generator=made) * self.scales[0]
-        y = torch.randn(self.examples, self.layers[-1], generator=made) * self.scales[1]
-        if step == self.at:
-            x = self._spoiled(x)
-        if self.classes:
-            return x.to(self.dtype), y.argmax(dim=1)
-        return x.to(self.dtype), y.to(self.dtype)
-
-    def _spoiled(self, x: Tensor) -> Tensor:
-        if self.spoil in ("nan", "inf"):
-            x[0, 0] = float(self.spoil)
-        elif self.spoil == "duplicates":
-            x[:] = x[:1].clone()
-        elif self.spoil == "constant":
-            x[:] = 1.0
-        elif self.spoil == "zeros":
-            x[:] = 0.0
-        elif self.spoil == "low rank":
-            x[:] = x[:, :1].clone()
-        return x
-
-    def loss(self) -> nn.Module:
-        return nn.CrossEntropyLoss() if self.classes else nn.MSELoss()
 
 
 class Training:
@@ -100,16 +26,14 @@ class Training:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.optimizer = KFAC(
-            problem.model(), problem.loss(), inverse=problem.inverse, weight_decay=problem.decay
-        )
+        self.optimizer = problem.optimizer()
         torch.manual_seed(problem.seed)
 
     def begin(self, k: int) -> None:
-        if self.problem.way == "loop":
-            x, y = self.problem.data(k)
+        """What a loop does before the step."""
+        if self.problem.way.startswith("loop"):
             self.optimizer.zero_grad()
-            self.optimizer.objective.module(self.optimizer.model(x), y).backward()
+            loop(self.problem, self.optimizer.model, self.optimizer.objective.module, k)
 
     def step(self, k: int) -> None:
         x, y = self.problem.data(k)
@@ -117,111 +41,210 @@ class Training:
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            value: Tensor = optimizer.objective.module(optimizer.model(x), y)
+            value = self.problem.value(optimizer.model, optimizer.objective.module, x, y)
             value.backward()
             return value
 
-        ways = {"closure": closure, "own": optimizer.closure(x, y), "loop": None}
-        optimizer.step(ways[self.problem.way])
+        ways = {
+            "own": lambda: optimizer.closure(x, y),
+            "own in chunks": lambda: optimizer.closure(x, y, chunk=2),
+            "closure": lambda: closure,
+        }
+        way = ways.get(self.problem.way)
+        optimizer.step(way and way())
+
+    def both(self, k: int) -> None:
+        self.begin(k)
+        self.step(k)
 
     def everything(self) -> tuple[Any, ...]:
         return self.optimizer.state_dict(), dict(self.optimizer.model.state_dict())
 
+    def kept(self) -> Everything:
+        """What an exception in the next step may not change."""
+        return Everything.of(self.optimizer, gradients=self.problem.way.startswith("loop"))
 
-problems = st.builds(
-    Problem,
-    layers=st.lists(st.integers(1, 5), min_size=2, max_size=4).map(tuple),
-    activation=st.sampled_from(["relu", "tanh", "gelu"]),
-    norm=st.booleans(),
-    dropout=st.booleans(),
-    bias=st.booleans(),
-    classes=st.booleans(),
-    double=st.booleans(),
-    examples=st.sampled_from(EXAMPLES),
-    scales=st.tuples(
-        *([st.one_of(st.just(1.0), st.sampled_from(SCALES))] * 2),
-        st.sampled_from([1.0, 1.0, 1.0, 1e-30, 1e-10, 1e5, 1e15, 1e30]),
-    ),
-    spoil=st.sampled_from(SPOILS),
-    at=st.integers(0, 3),
-    inverse=st.sampled_from(["block_diagonal", "block_tridiagonal", "ekfac"]),
-    decay=st.sampled_from([0.0, 1e-3]),
-    way=st.sampled_from(["own", "closure", "loop"]),
-    seed=st.integers(0, 10_000),
+    def resumed(self) -> "Training":
+        """Another one, that has been saved and loaded."""
+        file, random = io.BytesIO(), torch.get_rng_state()
+        torch.save(self.everything(), file)
+        file.seek(0)
+        state, model = torch.load(file, weights_only=True)
+        other = Training(self.problem)
+        other.optimizer.model.load_state_dict(model)
+        other.optimizer.load_state_dict(state)
+        torch.set_rng_state(random)
+        return other
+
+    def copied(self) -> "Training":
+        """One with a deep copy of the optimizer, which has a model of its own."""
+        other = copy.copy(self)
+        other.optimizer = copy.deepcopy(self.optimizer)
+        return other
+
+
+def loop(problem: Problem, model: nn.Module, loss: nn.Module, k: int) -> None:
+    """Passes and gradients of a loop."""
+    x, y = problem.data(k)
+    parts = 2 if problem.way == "loop of two" and len(x) > 1 else 1
+    for x_part, y_part in zip(x.chunk(parts), y.chunk(parts), strict=True):
+        value = problem.value(model, loss, x_part, y_part)
+        (value * (len(x_part) / len(x))).backward()
+
+
+def torch_alone(training: Training, k: int) -> BaseException | None:
+    """The error that torch raises by itself, without an optimizer, from this point on."""
+    model = training.problem.model()
+    model.load_state_dict(training.optimizer.model.state_dict())
+    try:
+        loop(training.problem, model, training.optimizer.objective.module, k)
+    except Exception as error:
+        return error
+    return None
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What one run goes through and the other does not."""
+
+    kind: str
+    """An exception at an `"operation"`, a signal at a `"line"`, or it is `"resumed"` or `"copied"`."""
+    at: int
+    """The step."""
+    where: float
+    """The place in the step, as a fraction of the operations or lines."""
+    further: int
+    """Steps after it."""
+
+    def go_on(self, training: Training, k: int) -> Training:
+        """The run, or what takes its place, after the disturbance and the step."""
+        if self.kind in ("resumed", "copied"):
+            training = getattr(training, self.kind)()
+            training.both(k)
+        else:
+            count = self.count(training, k)
+            training.begin(k)
+            self.interrupted_step(training, k, count)
+        return training
+
+    def count(self, training: Training, k: int) -> int:
+        """The number of places in a step, by a copy that takes it.
+
+        Not by the undisturbed run: autograd adds up gradients in another order when operations are watched.
+        """
+        copied = training.copied()
+        random = torch.get_rng_state()
+        copied.begin(k)
+        with AtOperation() if self.kind == "operation" else SignalAtLine() as counter:
+            copied.step(k)
+        torch.set_rng_state(random)
+        return counter.count
+
+    def interrupted_step(self, training: Training, k: int, count: int) -> None:
+        """A step that is interrupted, and then repeated."""
+        n, before = 1 + int(self.where * count), training.kept()
+        try:
+            if self.kind == "operation":
+                with AtOperation(n):
+                    training.step(k)
+            else:
+                with raising(signal.SIGINT, Injected), SignalAtLine(n):
+                    training.step(k)
+        except Injected:
+            if training.optimizer.report is not before.report:  # it came after the step
+                assert self.kind == "line"
+                assert n > count - 30, f"the step was taken, and line {n} of {count} interrupted it"
+                return
+            before.assert_kept(training.optimizer)
+            training.step(k)
+        else:
+            raise AssertionError(f"{self.kind} {n} of {count} raised nothing")
+
+
+def check(problem: Problem, disturbance: Disturbance) -> None:
+    """A few steps, one of which is disturbed; beside them a run that is not."""
+    try:
+        training = Training(problem)
+    except KronfacError:
+        return
+    undisturbed = Training(problem)
+    for k in range(disturbance.at + 1 + disturbance.further):
+        start = torch.get_rng_state()
+        try:
+            undisturbed.both(k)
+        except Exception as error:
+            torch.set_rng_state(start)
+            assert_raises_too(error, training, k)
+            return
+        after = torch.get_rng_state()
+        torch.set_rng_state(start)
+        if k == disturbance.at:
+            training = disturbance.go_on(training, k)
+        else:
+            training.both(k)
+        assert torch.equal(torch.get_rng_state(), after), "other random numbers were drawn"
+        assert same(training.everything(), undisturbed.everything())
+        assert_sound(training.optimizer)
+
+
+def assert_raises_too(error: Exception, training: Training, k: int) -> None:
+    """The other run fails alike, with an error of K-FAC's or the one that torch raises anyway."""
+    if not isinstance(error, KronfacError):
+        random = torch.get_rng_state()
+        alone = torch_alone(training, k)
+        torch.set_rng_state(random)
+        if type(alone) is not type(error):
+            raise error
+    try:
+        training.begin(k)
+    except type(error):
+        return
+    before = training.kept()
+    with pytest.raises(type(error)):
+        training.step(k)
+    before.assert_kept(training.optimizer)
+
+
+def assert_sound(optimizer: KFAC) -> None:
+    """Parameters are finite, and a report that says otherwise of a number says what was done about it."""
+    report = optimizer.report
+    assert report is not None
+    finite = all(bool(p.isfinite().all()) for p in optimizer.model.parameters())
+    assert finite, f"a parameter is not finite after {report}"
+    if not math.isfinite(report.loss):
+        assert report.refused or report.rejected
+    if report.refused:
+        assert report.events[-2].kind.startswith("nonfinite_") or report.rejected
+
+
+kinds = ["operation"] * 4 + ["line", "resumed", "resumed", "copied"]
+disturbances = st.builds(
+    Disturbance,
+    kind=st.sampled_from(kinds),
+    at=st.sampled_from([0, 1, 1, 2]),
+    where=st.integers(0, 9999).map(lambda n: n / 10_000),
+    further=st.integers(0, 1),
 )
 
 
-def check(problem: Problem, interrupted: int, where: float) -> None:
-    """Four steps, one of which is interrupted; beside them a run that is not."""
-    training, untroubled = Training(problem), Training(problem)
-    chosen = random.Random(f"{problem.seed} {where}")
-    for k in range(4):
-        try:
-            _one(untroubled, k)
-        except KronfacError:
-            before = Everything.of(training.optimizer)
-            start = torch.get_rng_state()
-            with pytest.raises(KronfacError):
-                _one(training, k)
-            torch.set_rng_state(start)
-            before.assert_kept(training.optimizer)
-            return
-        after = torch.get_rng_state()
-        torch.set_rng_state(untroubled.started)  # type: ignore[attr-defined]
-        training.begin(k)
-        if k == interrupted:
-            before = Everything.of(training.optimizer, gradients=problem.way == "loop")
-            n = chosen.randint(1, 150)
-            try:
-                with AtOperation(n):
-                    training.step(k)
-            except Injected:
-                before.assert_kept(training.optimizer)
-                training.step(k)
-        else:
-            training.step(k)
-        assert torch.equal(torch.get_rng_state(), after)
-        assert same(training.everything(), untroubled.everything())
-        report = training.optimizer.report
-        assert report is not None
-        finite = all(bool(p.isfinite().all()) for p in training.optimizer.model.parameters())
-        assert finite, f"a parameter is not finite after {report}"
-        if not math.isfinite(report.loss):
-            assert report.refused or report.rejected
-        if report.refused:
-            assert report.events[-2].kind.startswith("nonfinite_") or report.rejected
-
-
-def _one(training: Training, k: int) -> None:
-    training.started = torch.get_rng_state()  # type: ignore[attr-defined]
-    training.begin(k)
-    training.step(k)
-
-
-cases = given(problems, st.integers(0, 3), st.floats(0, 1))
-
-
-def _quietly(problem: Problem, interrupted: int, where: float) -> None:
+def _quietly(problem: Problem, disturbance: Disturbance) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # many of these problems deserve one
-        check(problem, interrupted, where)
+        check(problem, disturbance)
 
 
-@cases
+@given(problems, disturbances)
 @settings(max_examples=60)
-def test_any_problem(problem, interrupted, where):
-    _quietly(problem, interrupted, where)
+def test_any_problem(problem, disturbance):
+    _quietly(problem, disturbance)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
+@given(problem=problems, disturbance=disturbances)
 @settings(max_examples=1000)
-@given(data=st.data())
-def test_many_problems(part, data):
-    seeds = st.integers(10_001 * (part + 1), 10_001 * (part + 1) + 10_000)
-    problem = data.draw(problems)
-    seeded_problem = Problem(**{**vars(problem), "seed": data.draw(seeds)})
-    _quietly(seeded_problem, data.draw(st.integers(0, 3)), data.draw(st.floats(0, 1)))
+def test_many_problems(part, problem, disturbance):
+    _quietly(replace(problem, seed=problem.seed + 1_000_001 * part), disturbance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

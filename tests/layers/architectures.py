@@ -13,135 +13,29 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.layers.modules import (
+    CHANNELS,
+    DEPTH,
+    EXAMPLES,
+    LENGTH,
+    SIDE,
+    WIDTH,
+    WORDS,
+    ByKeyword,
+    ChannelsFirst,
+    ClassToken,
+    Einsum,
+    Frozen,
+    LowRank,
+    Outputs,
+    PositionTable,
+    Residual,
+    Scale,
+    SelfAttention,
+    Shift,
+    TimeFirst,
+)
 from tests.layers.truth import OwnLinear, OwnProduct, Positions
-
-EXAMPLES, LENGTH, WIDTH, CHANNELS, SIDE, WORDS = 3, 4, 3, 2, 5, 6
-
-
-class Scale(nn.Module):
-    """A factor for every feature, or something that is computed from it."""
-
-    def __init__(self, *shape: int, function: Callable[[Tensor], Tensor] | None = None) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(shape))
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (self.scale if self.function is None else self.function(self.scale))
-
-
-class Shift(nn.Module):
-    """Something added to every feature."""
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(shape))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.shift
-
-
-class ClassToken(nn.Module):
-    """A token in front of a sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.zeros(1, 1, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.token.expand(len(x), -1, -1), x], dim=1)[:, : x.shape[1]]
-
-
-class PositionTable(nn.Module):
-    """Learned positions from a table that is looked up once for all examples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(LENGTH + 3, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table(torch.arange(x.shape[1]).unsqueeze(0))
-
-
-class Residual(nn.Module):
-    """x + f(x)."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
-
-
-class TimeFirst(nn.Module):
-    """A layer that is called with (time, examples, features)."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.transpose(0, 1)).transpose(0, 1)
-
-
-class ByKeyword(nn.Module):
-    """A layer that is called with a keyword argument."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(input=x)
-
-
-class ChannelsFirst(nn.Module):
-    """A convolution over a sequence (examples, time, channels)."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.mT).mT
-
-
-class Frozen(nn.Module):
-    """A layer that is not trained, or only partly."""
-
-    def __init__(self, inner: nn.Module, *names: str) -> None:
-        super().__init__()
-        self.inner = inner
-        for name in names:
-            inner.get_parameter(name).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-class LowRank(nn.Module):
-    """A frozen layer with a trained low-rank addition."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-class Einsum(nn.Module):
-    """What K-FAC does not understand, and says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("...i,oi->...o", x, self.weight)
-
 
 Table = dict[str, Callable[[], nn.Module]]
 
@@ -188,6 +82,14 @@ SEQUENCES: Table = {
     "causal Conv1d": lambda: ChannelsFirst(
         nn.Sequential(nn.ConstantPad1d((2, 0), 0.0), nn.Conv1d(WIDTH, WIDTH, 2, dilation=2))
     ),
+    "attention": SelfAttention,
+    "residual attention": lambda: Residual(nn.Sequential(nn.LayerNorm(WIDTH), SelfAttention())),
+    "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(
+        WIDTH, 1, 2, dropout=0.0, batch_first=True
+    ),
+    "LSTM": lambda: Outputs(nn.LSTM(WIDTH, WIDTH, batch_first=True)),
+    "GRU": lambda: Outputs(nn.GRU(WIDTH, WIDTH, batch_first=True, bias=False)),
+    "RNN": lambda: Outputs(nn.RNN(WIDTH, WIDTH, batch_first=True)),
 }
 TOKENS: Table = {
     "Embedding": lambda: nn.Embedding(WORDS, WIDTH),
@@ -230,7 +132,31 @@ IMAGES: Table = {
         nn.Sequential(nn.GroupNorm(1, CHANNELS), nn.Conv2d(CHANNELS, CHANNELS, 1), nn.Tanh())
     ),
 }
+VOLUMES: Table = {
+    "Conv3d": lambda: nn.Conv3d(CHANNELS, CHANNELS, (1, 3, 3), padding="same"),
+    "Conv3d in groups": lambda: nn.Conv3d(CHANNELS, CHANNELS, 2, padding=1, groups=CHANNELS),
+    "GroupNorm": lambda: nn.GroupNorm(CHANNELS, CHANNELS),
+    "tanh": nn.Tanh,
+    "residual Conv3d": lambda: Residual(nn.Conv3d(CHANNELS, CHANNELS, 3, padding=1, bias=False)),
+}
+IN_TRAINING: dict[str, Table] = {
+    "features": {
+        "BatchNorm": lambda: nn.BatchNorm1d(WIDTH),
+        "Dropout": lambda: nn.Dropout(0.3),
+    },
+    "sequences": {
+        "Dropout": lambda: nn.Dropout(0.3),
+        "attention with dropout": lambda: SelfAttention(dropout=0.2),
+    },
+    "images": {
+        "BatchNorm": lambda: nn.BatchNorm2d(CHANNELS),
+        "Dropout": lambda: nn.Dropout2d(0.3),
+    },
+    "volumes": {"BatchNorm": lambda: nn.BatchNorm3d(CHANNELS, momentum=None)},
+}
+"""Layers that draw, or take the examples together: no dense definition is an example's own."""
 TIED = (nn.Linear, nn.Conv2d, nn.Embedding)
+PICTURES = ("images", "volumes")
 
 
 @dataclass(frozen=True)
@@ -238,7 +164,7 @@ class Architecture:
     """What a network is made of, in words; hypothesis prints it if something fails."""
 
     data: str
-    """`"features"`, `"sequences"`, `"tokens"`, `"bags"` or `"images"`."""
+    """`"features"`, `"sequences"`, `"tokens"`, `"bags"`, `"images"` or `"volumes"`."""
     layers: tuple[str, ...]
     """Names in the table for that kind of data."""
     first: str = ""
@@ -252,26 +178,32 @@ class Architecture:
     per_place: bool = False
     """Whether every place of a sequence has outputs of its own."""
 
-    def build(self) -> nn.Module:
+    def build(self, seed: int = 0) -> nn.Module:
         """The network in float64, with parameters of no particular value."""
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = Assembled(self).double()
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.2 * torch.randn_like(p))
         return model
 
-    def inputs(self) -> Tensor:
+    def inputs(self, examples: int = EXAMPLES, seed: int = 7) -> Tensor:
         """A mini-batch."""
-        generator = torch.Generator().manual_seed(7)
+        generator = torch.Generator().manual_seed(seed)
         shape = {
-            "features": (EXAMPLES, WIDTH),
-            "sequences": (EXAMPLES, LENGTH, WIDTH),
-            "images": (EXAMPLES, CHANNELS, SIDE, SIDE),
+            "features": (examples, WIDTH),
+            "sequences": (examples, LENGTH, WIDTH),
+            "images": (examples, CHANNELS, SIDE, SIDE),
+            "volumes": (examples, CHANNELS, *(DEPTH,) * 3),
         }.get(self.data)
         if shape is None:
-            return torch.randint(WORDS, (EXAMPLES, LENGTH), generator=generator)
+            return torch.randint(WORDS, (examples, LENGTH), generator=generator)
         return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def outputs(self, examples: int) -> tuple[int, ...]:
+        """The shape of what the network returns."""
+        places = (LENGTH,) if self.per_place else ()
+        return examples, *places, WORDS if self.tied_head else 2
 
 
 class Assembled(nn.Module):
@@ -280,11 +212,11 @@ class Assembled(nn.Module):
     def __init__(self, spec: Architecture) -> None:
         super().__init__()
         self.spec = spec
-        table = TABLES[spec.data]
+        table = TABLES[spec.data] | IN_TRAINING.get(spec.data, {})
         self.first = (TOKENS | BAGS)[spec.first]() if spec.first else nn.Identity()
         self.layers = nn.Sequential(*(table[name]() for name in spec.layers))
         self.last = self.layers[0] if spec.again else nn.Identity()
-        width = CHANNELS if spec.data == "images" else WIDTH
+        width = CHANNELS if spec.data in PICTURES else WIDTH
         self.head = nn.Linear(width, WORDS if spec.tied_head else 2)
         if spec.tied_head:
             self.head.weight = self.first.weight
@@ -294,8 +226,8 @@ class Assembled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.layers(self.first(x) if self.spec.first else x.clone())
         h = self.last(h)
-        if self.spec.data == "images":
-            h = torch.tanh(h).mean(dim=(2, 3))
+        if self.spec.data in PICTURES:
+            h = torch.tanh(h).flatten(2).mean(dim=2)
         elif h.dim() == 3 and not self.spec.per_place:
             h = torch.tanh(h).mean(dim=1)
         return self.head(functional.softsign(h))
@@ -319,14 +251,16 @@ TABLES = {
     "tokens": SEQUENCES,
     "bags": FEATURES,
     "images": IMAGES,
+    "volumes": VOLUMES,
 }
 
 
 @st.composite
-def architectures(draw: st.DrawFn) -> Architecture:
-    """Random ones."""
+def architectures(draw: st.DrawFn, most: int = 4, in_training: bool = False) -> Architecture:
+    """Random ones of so many layers at `most`; with dropout and BatchNorm if `in_training`."""
     data = draw(st.sampled_from(sorted(TABLES)))
-    layers = draw(st.lists(st.sampled_from(sorted(TABLES[data])), min_size=1, max_size=4))
+    names = sorted(TABLES[data] | (IN_TRAINING.get(data, {}) if in_training else {}))
+    layers = draw(st.lists(st.sampled_from(names), min_size=1, max_size=most))
     first = {"tokens": TOKENS, "bags": BAGS}.get(data)
     return Architecture(
         data,

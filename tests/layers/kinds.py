@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import normal
-from tests.layers.architectures import ClassToken, Einsum, LowRank, Scale, Shift
+from tests.layers.modules import ClassToken, Einsum, LowRank, Scale, Shift
 from tests.layers.truth import OwnLinear, OwnProduct, Positions
 
 N = 4

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.testing import assert_close
 
 from kronfac import KFAC, Blocks
@@ -14,9 +15,11 @@ from kronfac.fisher_products import fisher_gram
 from kronfac.linearization import Traced
 from kronfac.network import Network
 from tests.conftest import AUTODIFF, normal
-from tests.layers.architectures import Architecture, PositionTable, architectures
+from tests.layers.architectures import Architecture, architectures
+from tests.layers.modules import PositionTable
 from tests.layers.problems import Problem, classification, regression
 
+INSIDE = (nn.RNNBase, nn.MultiheadAttention)
 ZERO = 1e-14
 """A gradient of this size is rounding."""
 
@@ -58,11 +61,14 @@ def assert_fisher_products_are_the_fishers(problem: Problem) -> None:
 
 def assert_blocks_are_their_definitions(problem: Problem) -> None:
     curvature = problem.curvature()
-    tables = (m for m in problem.model.modules() if isinstance(m, PositionTable))
-    summed = {id(m.table.weight) for m in tables}
+    modules = list(problem.model.modules())
+    # The square of a sum with random signs: an estimate, see test_summed.py.
+    summed = {id(m.table.weight) for m in modules if isinstance(m, PositionTable)}
+    # Products inside of a module, which the definitions don't see: see test_equivalents.py.
+    inside = {id(p) for m in modules if isinstance(m, INSIDE) for p in m.parameters()}
     for unit, moments in zip(problem.network.units, curvature.blocks, strict=True):
-        if not unit.observed or id(unit.parameters[0]) in summed:
-            continue  # the square of a sum with random signs: an estimate, see test_summed.py
+        if not unit.observed or id(unit.parameters[0]) in summed | inside:
+            continue
         expected = problem.truth.moments(unit)
         tolerance = 1e-9 * float(expected.abs().max()) + ZERO
         assert_close(

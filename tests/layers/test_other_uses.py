@@ -7,7 +7,8 @@ from torch import nn
 from kronfac import KFAC
 from kronfac.curvature import ExactFisher, KroneckerBlock
 from tests.conftest import normal
-from tests.layers.architectures import EXAMPLES, Architecture
+from tests.layers.architectures import Architecture
+from tests.layers.modules import EXAMPLES
 from tests.layers.problems import Problem, regression
 
 

@@ -57,6 +57,8 @@ class KfacOptions:
         float | None, hint("FLOAT", "1/4; 250 rows at least but with paper")
     ] = None
     """τ₂, share of the mini-batch for the exact-Fisher products, in (0, 1]."""
+    ddp: bool = False
+    """Under torchrun: whether DistributedDataParallel averages the gradients, or K-FAC sums them."""
 
 
 @dataclass(frozen=True)

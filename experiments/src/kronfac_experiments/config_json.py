@@ -18,6 +18,8 @@ GROUPS: dict[str, type] = {
     "first_order": FirstOrderOptions,
     "recording": Recording,
 }
+LATER = {"ddp": False}
+"""Options that runs of earlier versions did not write down."""
 
 
 def to_json(config: TrainConfig) -> dict[str, Any]:
@@ -40,6 +42,7 @@ def to_json(config: TrainConfig) -> dict[str, Any]:
 
 def from_json(flat: dict[str, Any]) -> TrainConfig:
     """The configuration that `to_json` wrote; raises ValueError for anything else."""
+    flat = {**LATER, **flat}
     try:
         groups = {}
         for name, kind in GROUPS.items():

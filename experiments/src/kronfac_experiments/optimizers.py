@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from kronfac import First, presets
 from kronfac.control import AdaptiveDamping, ConjugateGradients, LongMemory, Measurement
@@ -122,7 +123,6 @@ class KfacStepper:
 
     def __init__(self, optimizer: KFAC) -> None:
         self.optimizer = optimizer
-        self._steps = KfacSteps(optimizer, CHUNK)
 
     def start(self) -> StepNumbers:
         """λ₀ and γ₀, if they are known before the first mini-batch."""
@@ -136,7 +136,7 @@ class KfacStepper:
 
     def step(self, x: Tensor, y: Tensor) -> StepNumbers:
         """One step."""
-        self._steps.step(x, y)
+        KfacSteps(self.optimizer, self._chunk(len(x))).step(x, y)
         report = self.optimizer.report
         assert report is not None
         return StepNumbers(
@@ -153,6 +153,16 @@ class KfacStepper:
             events=tuple(f"{event.kind}: {event.message}" for event in report.events),
             refused=report.refused,
         )
+
+    def _chunk(self, examples: int) -> int:
+        """Examples at a time: with DistributedDataParallel, so that all ranks have as many chunks.
+
+        It waits in every backward pass for that of all ranks, and these have one example more or less.
+        """
+        if not isinstance(self.optimizer.model, DistributedDataParallel):
+            return CHUNK
+        chunks = math.ceil(ranks.largest(ranks.current(), examples) / CHUNK)
+        return math.ceil(examples / chunks)
 
 
 class ClosureStepper:

@@ -6,7 +6,8 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from kronfac import KronfacError
 from kronfac.distributed import ALONE, Part, Phase, Processes, Ranks
@@ -68,6 +69,20 @@ def own_part(indices: Tensor, world: Ranks) -> Tensor:
             "least. Give a larger --batch, or start fewer processes."
         )
     return indices[m * r // n : m * (r + 1) // n]
+
+
+def averaging_gradients(model: nn.Module, world: Ranks) -> DistributedDataParallel:
+    """The model in DistributedDataParallel, for training; it is evaluated and saved without.
+
+    Raises:
+        ValueError: there is one process only.
+    """
+    if world is ALONE:
+        raise ValueError(
+            "--ddp is for several processes, and this one was not started by torchrun. Leave it out, or "
+            "begin the command with: torchrun --nproc-per-node 4 -m kronfac_experiments.cli train"
+        )
+    return DistributedDataParallel(model)
 
 
 def together(world: Ranks, action: Callable[[], T]) -> T:

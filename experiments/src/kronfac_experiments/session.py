@@ -64,7 +64,10 @@ class Session:
         self.average: AveragedModel | None = None
         if self._average_from:
             self.average = averaged(self.model, DECAY)
-        self._stepper = make(config, self.model, task.loss)
+        trained: nn.Module = self.model
+        if config.kfac.ddp:
+            trained = ranks.averaging_gradients(self.model, self._world)
+        self._stepper = make(config, trained, task.loss)
         self._sampler = _sampler(config, len(task.train), self._stepper)
         self.iteration = 0
         self.cases = 0

@@ -165,6 +165,8 @@ def describe(config: TrainConfig, task: Task) -> str:
     options = (
         f"{config.kfac.inverse}, preset {config.kfac.preset}, λ₀ {number(config.kfac.lambda0)}"
     )
+    if config.kfac.ddp:
+        options += ", DistributedDataParallel"
     if config.optimizer != "kfac":
         given = {"learning rate": config.first_order.lr, "μ_max": config.first_order.mu_max}
         options = (
