@@ -83,13 +83,7 @@ def compute_step(
     trials = 0
     if m.iteration == 1 and (settings.damping.search is not None or math.isnan(m.lambda_)):
         with watch("first_lambda"):
-            inverse = proposer.by_unit(settings.inverse)
-            search, share = settings.damping.search, settings.inverse_share
-            lambda_, trials = first_lambda(proposer, inverse, search, share)
-        damping = replace(before.damping, lambda_=lambda_)
-        before = replace(
-            before, damping=damping, gamma=initial_gamma(settings, damping, m.weight_decay)
-        )
+            before, trials = _find_first_lambda(settings, proposer, before)
         m = measure(evaluation, before)
         proposer = replace(proposer, measurement=m)
     chosen = None
@@ -101,16 +95,7 @@ def compute_step(
     with watch("step_size"):
         best = predict_by_whole_gradient(evaluation, apply_rates(proposer, chosen.proposal, rates))
     if not best.loss_seen:
-        events.append(
-            Event(
-                EventKind.LOSS_NOT_SEEN,
-                "The closure's loss is not the loss module's value on the model's outputs; the "
-                "curvature is that of the loss module, and ρ calls the closure again."
-                if evaluation.reevaluate is not None
-                else "The loop's loss was not seen; the curvature is that of the loss that KFAC was given, "
-                "and steps are validated by gradients alone.",
-            )
-        )
+        events.append(_loss_not_seen(evaluation))
     predicted = best.step.predicted_change
     after = replace(
         chosen.measurement,
@@ -214,6 +199,19 @@ def agree(world: Ranks, outcome: Transition | RefusedError) -> None:
 # -------------------------------------------------------------------------------------------- measure
 
 
+def _find_first_lambda(settings: Settings, proposer: Proposer, before: State) -> tuple[State, int]:
+    """The state with λ₀ and what γ makes of it, and the number of trial steps."""
+    lambda_, trials = first_lambda(
+        proposer,
+        proposer.by_unit(settings.inverse),
+        settings.damping.search,
+        settings.inverse_share,
+    )
+    damping = replace(before.damping, lambda_=lambda_)
+    gamma = initial_gamma(settings, damping, proposer.measurement.weight_decay)
+    return replace(before, damping=damping, gamma=gamma), trials
+
+
 def _minimise_wholly(
     settings: Settings, proposer: Proposer, before: State
 ) -> tuple[Chosen | None, State]:
@@ -259,6 +257,18 @@ def _update_average(
 
 
 # ---------------------------------------------------------------------------------------------- commit
+
+
+def _loss_not_seen(evaluation: Evaluation) -> Event:
+    """What follows for a step if the loss that is minimised is none that was recorded."""
+    return Event(
+        EventKind.LOSS_NOT_SEEN,
+        "The closure's loss is not the loss module's value on the model's outputs; the "
+        "curvature is that of the loss module, and ρ calls the closure again."
+        if evaluation.reevaluate is not None
+        else "The loop's loss was not seen; the curvature is that of the loss that KFAC was given, "
+        "and steps are validated by gradients alone.",
+    )
 
 
 def _pending(
