@@ -187,7 +187,9 @@ def agree(world: Ranks, outcome: Transition | RefusedError) -> None:
     step = [0.0] * 4
     if isinstance(outcome, Transition):
         r = outcome.report
-        step = [1.0, r.loss, r.predicted_change or 0.0, r.alpha or 0.0]
+        # A loss that was not seen is NaN, which does not equal itself.
+        loss = 0.0 if math.isnan(r.loss) else r.loss
+        step = [1.0, loss, r.predicted_change or 0.0, r.alpha or 0.0]
     rows = world.gather(Phase.COMMIT, step)
     if any(row != step for row in rows):
         raise RankError(

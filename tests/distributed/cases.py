@@ -1,5 +1,6 @@
 """Training runs that have to end at the same parameters in any number of processes."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -135,6 +136,8 @@ def train(
     if fsdp and size > 1:
         assert even, "the objective is another one"
         model = shard(model)
+    if loop == "hand":
+        warnings.filterwarnings("ignore", "KFAC.step.. has not seen the loss")
     optimizer = KFAC(model if ddp and loop != "inner" else inner, loss, **settings)
     reports, events = [], []
     for k in range(STEPS):
@@ -161,13 +164,18 @@ def train(
             optimizer.zero_grad()
             chunks = 2 if loop == "accumulated" else 1
             for xs, ys in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
-                (loss(model(xs), ys) * (len(xs) / len(x))).backward()
+                # A loss that is written by hand is not seen in a loop.
+                outputs = model(xs)
+                value = (outputs - ys).square().mean() if loop == "hand" else loss(outputs, ys)
+                (value * (len(xs) / len(x))).backward()
+            if loop == "clipped":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
         report = optimizer.report
         assert report is not None
         reports.append([report.loss, report.lambda_, report.gamma, report.alpha or 0.0])
         events += [f"{k}: {event.kind.name}" for event in report.events]
-    numbers = torch.tensor(reports, dtype=torch.float64)
+    numbers = torch.tensor(reports, dtype=torch.float64).nan_to_num()  # of a loss that is not seen
     return {"parameters": flat(inner), "reports": numbers, "events": events}
 
 
@@ -194,6 +202,9 @@ CASES: dict[str, Case] = {
     "unseen-accumulated": partial(
         train, make=Unseen, loop="accumulated", examples=24, ddp=True, **FRACTIONS
     ),
+    "hand": partial(train, loop="hand", **EXACT),
+    "ddp-hand": partial(train, loop="hand", ddp=True, examples=24, **EXACT),
+    "ddp-clipped": partial(train, loop="clipped", ddp=True, examples=24, **EXACT),
     "paper": partial(train, step_size=None, inverse_interval=3, weight_decay=1e-4, **EXACT),
 }
 for inverse in ("block_diagonal", "block_tridiagonal", "ekfac"):

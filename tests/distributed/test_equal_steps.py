@@ -17,6 +17,8 @@ QUICK = (
     "words",
     "convolutional",
     "accumulated",
+    "hand",
+    "ddp-clipped",
     "unseen-exact",
     "unseen-accumulated",
     "block_diagonal-sampled",
