@@ -64,11 +64,19 @@ def main(folder: Path, sizes: list[int], names: list[str]) -> int:
         cases,
         checkpoints,
         disagreements,
+        preconditioned,
         sharded_cases,
     )
 
     torch.set_num_threads(1)
-    several = (cases.CASES, checkpoints.CASES, disagreements.CASES, sharded_cases.SHARDED)
+    several = (
+        cases.CASES,
+        checkpoints.CASES,
+        disagreements.CASES,
+        sharded_cases.SHARDED,
+        preconditioned.CASES,
+        preconditioned.BROKEN,
+    )
     known = {name: case for some in several for name, case in some.items()}
     chosen = {name: known[name] for name in names or cases.CASES}
     return 0 if all(run_world(folder, size, chosen) for size in sizes) else 1

@@ -260,9 +260,24 @@ def parts_of(moments: Moments) -> list[Part]:
 
 def blend(old: Moments | None, new: M, decay: float) -> M:
     """decay · old + (1 − decay) · new; the new one if there is no old one of its kind."""
-    if decay == 0 or not isinstance(old, type(new)):
+    if decay == 0 or not isinstance(old, type(new)) or not _alike(old, new):
         return new
     return _combine(old, decay, new, 1 - decay)
+
+
+def _alike(a: Moments, b: Moments) -> bool:
+    """Whether two moments of one kind are of the same sizes, and on the same side of a product."""
+    for f in fields(a):  # type: ignore[arg-type]
+        left, right = getattr(a, f.name), getattr(b, f.name)
+        if isinstance(left, Tensor) and isinstance(right, Tensor):
+            same = left.shape == right.shape
+        elif isinstance(left, Moments) and isinstance(right, Moments):
+            same = _alike(left, right)
+        else:
+            same = left == right
+        if not same:
+            return False
+    return True
 
 
 def _combine(a: M, x: float, b: M, y: float) -> M:

@@ -184,9 +184,17 @@ class InputAverage:
         return [] if self._product is None else [Part(self._product.sum, symmetric=True)]
 
     def counts(self) -> list[float]:
-        """The share of the examples."""
-        return [self._counted]
+        """The share of the examples, by the direction in which the unit is used."""
+        return [0.0, self._counted] if self._transposed else [self._counted, 0.0]
 
     def recount(self, counts: Sequence[float]) -> None:
-        """Take over the share on all ranks."""
-        (self._counted,) = counts
+        """Take over the shares on all ranks, and the direction if this one has not used the unit."""
+        direct, transposed = counts
+        self._counted = max(counts)
+        kronecker = self._block.block
+        if (transposed > direct) != self._transposed and kronecker is not None:
+            assert self._product is not None
+            old, self._product = self._product, self._begin(kronecker, transposed > direct)
+            size = self._block.rows if self._transposed else self._block.columns
+            shape = (size,) if self._product.diagonal else (size, size)
+            self._product.begin(old.sum.new_zeros(shape))

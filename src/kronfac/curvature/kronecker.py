@@ -256,7 +256,7 @@ class Product:
     def __init__(self, old: Tensor | None, decay: float, diagonal: bool = False) -> None:
         """ε = `decay`; without an old value the new one counts in full."""
         self._old, self._decay = old, 0.0 if old is None else decay
-        self._diagonal = diagonal
+        self.diagonal = diagonal
         self._sum: Tensor | None = None
 
     def add(self, x: Rows, y: Rows, weight: float) -> None:
@@ -266,11 +266,11 @@ class Product:
             self._add_one_hot(x, weight)
             return
         if isinstance(x, ScatteredRows) and x is y:
-            self._add((x.squares() if self._diagonal else x.second_moment()).mul_(weight))
+            self._add((x.squares() if self.diagonal else x.second_moment()).mul_(weight))
             return
         one = x is y
         x, y = (z if isinstance(z, Tensor) else z.all() for z in (x, y))
-        if self._diagonal:
+        if self.diagonal:
             self._add(torch.einsum("ni,ni->i", x, y) * weight)
         elif one:
             if self._sum is None:
@@ -286,7 +286,7 @@ class Product:
 
     def _add_one_hot(self, x: OneHot, weight: float) -> None:
         squares = x.squares() * weight
-        self._add(squares if self._diagonal else torch.diag(squares))
+        self._add(squares if self.diagonal else torch.diag(squares))
 
     def _add(self, new: Tensor) -> None:
         if self._sum is not None:

@@ -9,7 +9,6 @@ from kronfac.distributed.wrappers import (
     fully_sharded,
     inner_model,
     refuse_distributed,
-    refuse_several_processes,
     reshard,
 )
 
@@ -27,6 +26,5 @@ __all__ = [
     "fully_sharded",
     "inner_model",
     "refuse_distributed",
-    "refuse_several_processes",
     "reshard",
 ]
