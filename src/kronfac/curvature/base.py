@@ -186,11 +186,11 @@ class Average(Protocol):
         ...
 
     def counts(self) -> list[float]:
-        """The shares of all examples that the parts are of, as many as the kind of average has."""
+        """How much the parts that are means are of, in a unit that all ranks have in common."""
         ...
 
     def recount(self, counts: Sequence[float]) -> None:
-        """Take over the shares on all ranks."""
+        """Take over the sums of that over all ranks, before the parts are summed."""
         ...
 
 
@@ -249,6 +249,11 @@ class SimpleAverage:
 
     def recount(self, counts: Sequence[float]) -> None:
         """Nothing: the sums are no means."""
+
+
+def vectors_counted(weight: float, each: float | None) -> float:
+    """The number of vectors, from what all of them and what each counts; 0 if they count nothing."""
+    return float(round(weight / each)) if each else 0.0
 
 
 def parts_of(moments: Moments) -> list[Part]:

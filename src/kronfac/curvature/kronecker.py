@@ -25,6 +25,7 @@ from kronfac.curvature.base import (
     cholesky_inverse_cost,
     eigh_cost,
     packed_size,
+    vectors_counted,
 )
 from kronfac.curvature.damping import ExactTikhonov, Tikhonov
 from kronfac.curvature.scattered_rows import ScatteredRows
@@ -232,11 +233,14 @@ class KroneckerAverage:
         return [Part(side.sum, symmetric=True) for side in self.sides]
 
     def counts(self) -> list[float]:
-        """The share of the examples, by the direction in which the unit is used."""
-        return [0.0, self._counted] if self._transposed else [self._counted, 0.0]
+        """The number of vectors, by the direction in which the unit is used."""
+        count = vectors_counted(self._counted, self._each)
+        return [0.0, count] if self._transposed else [count, 0.0]
 
     def recount(self, counts: Sequence[float]) -> None:
-        """Take over the shares on all ranks."""
+        """Take over the numbers on all ranks: every vector counts the same, on whichever it is."""
+        if self._each:
+            self._sides[0].sum.div_(self._each)
         direct, transposed = counts
         self._transposed, self._counted = transposed > direct, max(counts)
 
