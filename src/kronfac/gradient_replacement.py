@@ -14,11 +14,15 @@ Schedule = float | Callable[[int], float]
 
 
 def replace_gradients(
-    units: Sequence[Unit], inverse: DampedInverse, factor: Callable[[Matrices, Matrices], float]
+    units: Sequence[Unit],
+    inverse: DampedInverse,
+    factor: Callable[[Matrices, Matrices], float],
+    agree: Callable[[], None],
 ) -> None:
     """p.grad ← ν F̆⁻¹ p.grad, with ν = factor(g, Δ) from the gradient before and after.
 
-    A parameter without a gradient counts as one of zero, and stays without.
+    A parameter without a gradient counts as one of zero, and stays without. `agree` is called when all is
+    computed and nothing written yet.
     """
     gradient = tuple(
         unit.join([torch.zeros_like(p) if p.grad is None else p.grad for p in unit.parameters])
@@ -26,6 +30,7 @@ def replace_gradients(
     )
     direction = inverse.mv(gradient)
     nu = factor(gradient, direction)
+    agree()
     for unit, V in zip(units, direction, strict=True):
         for p, part in zip(unit.parameters, unit.split(V), strict=True):
             if p.grad is not None:

@@ -21,12 +21,11 @@ from kronfac.curvature import (
     Fisher,
     NoTargets,
 )
-from kronfac.distributed import refuse_distributed, refuse_several_processes
-from kronfac.errors import LoopError, StateError
+from kronfac.distributed import Processes, averages_gradients, inner_model, refuse_distributed
+from kronfac.errors import LoopError, RankError, StateError
 from kronfac.gradient_replacement import (
     Schedule,
     clip_factor,
-    finite,
     replace_gradients,
     scheduled,
 )
@@ -109,6 +108,10 @@ class Preconditioner(EstimatingCurvature):
             examples if that is more.
 
     `damping`, `kl_clip` and `lr` may also be functions of the number of steps taken.
+
+    On several processes of `torch.distributed`, statistics are those of all ranks, and all have the same
+    inverse. What is preconditioned is the gradient in `p.grad`: average it before `step`, as
+    DistributedDataParallel does, or after it.
     """
 
     def __init__(
@@ -154,7 +157,6 @@ class Preconditioner(EstimatingCurvature):
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"Preconditioner's {name} is an integer from 1 on; got {count!r}.")
         refuse_distributed(model)
-        refuse_several_processes("Preconditioner")
         self.damping, self.kl_clip, self.lr = damping, kl_clip, lr
         self.sides: Sides = sides
         self.factor_interval, self.inverse_interval = factor_interval, inverse_interval
@@ -179,7 +181,8 @@ class Preconditioner(EstimatingCurvature):
         )
         self.model = model
         self._grad_scaler = grad_scaler
-        own = getattr(model, "_orig_mod", model)
+        self._wrapped = averages_gradients(model)
+        own = inner_model(model)
         trained = None if params is None else parameters_in(groups_of(params, own))
         # Small convolutions and embeddings have an A too, if they have no dense block.
         blocks = Blocks(dense_limit=0) if sides == "inputs" else Blocks()
@@ -198,15 +201,21 @@ class Preconditioner(EstimatingCurvature):
     def step(self) -> None:
         """Overwrite `p.grad` of every parameter by the preconditioned gradient.
 
-        If a gradient is not finite, all stay as they are: a `GradScaler` skips such a step.
+        If a gradient is not finite, all stay as they are: a `GradScaler` skips such a step. On several
+        ranks they do on all of them if one has such a gradient. An exception leaves all as they are.
 
         Raises:
             LoopError: there are no gradients, or no call of the model that they are of.
+            RankError: another rank has failed, or does something else.
         """
-        refuse_several_processes("Preconditioner")  # a group may have been made since
+        self._world = Processes.current()
         try:
             with full_precision(self.network.device), self._recorder.paused():
                 self._step()
+        except BaseException as error:
+            if not isinstance(error, RankError):  # which all ranks know of
+                self._world.abandon()
+            raise
         finally:
             self._recorder.step()
 
@@ -224,7 +233,7 @@ class Preconditioner(EstimatingCurvature):
                 "preconditioned, which are now preconditioned again. Call optimizer.zero_grad() before "
                 "each backward(), or once before several micro-batches.",
             )
-        if not finite([p.grad for p in self.network.parameters]):
+        if not self._all_finite():
             if self._grad_scaler is None:
                 self._warn(
                     "gradient",
@@ -235,7 +244,7 @@ class Preconditioner(EstimatingCurvature):
         state, step = self._state, self.steps + 1
         updated, refreshed = self._updated, self._refreshed
         if state.current is None or _due(step, updated, self.factor_interval):
-            evaluation = self._evaluate()
+            evaluation = self._evaluate(state.iteration + 1)
             if evaluation is None:
                 return  # all gradients are zero
             state, updated = self._with_statistics(evaluation, state), step
@@ -243,12 +252,12 @@ class Preconditioner(EstimatingCurvature):
             state, refreshed = self._with_inverse(state), step
         if state.current is None:
             return  # told of
-        replace_gradients(self.network.units, state.current.inverse, self._factor)
+        replace_gradients(self.network.units, state.current.inverse, self._factor, self._agree)
         self._state, self.steps = state, step
         self._updated, self._refreshed = updated, refreshed
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, for `torch.save`."""
+        """Everything that the next step depends on, for `torch.save`; the same on all ranks."""
         saved = saving.save(self._state, self.network, self.settings)
         counts = (self.steps, self._updated, self._refreshed)
         return {**dict(zip(COUNTS, counts, strict=True)), "sides": self.sides, "kfac": saved}

@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from kronfac.control import Measurement
 from kronfac.curvature_update import curvature_examples, update_curvature
-from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
+from kronfac.distributed import ALONE, Phase, Ranks
+from kronfac.divided_refresh import prepare_over_ranks
+from kronfac.errors import NonFiniteError, NotPositiveDefiniteError, RankError
 from kronfac.evaluation import Evaluation
 from kronfac.grad_scaler import Scaling
 from kronfac.gradient_replacement import Schedule, finite, input_block, scheduled
@@ -15,7 +17,9 @@ from kronfac.groups import PerParameter
 from kronfac.loop import evaluate_loop
 from kronfac.network import Network, StandingRecorder, Unit
 from kronfac.settings import Settings
+from kronfac.spreading import spread_out
 from kronfac.state import CurrentInverse, State
+from kronfac.storage import tensors_in
 
 Sides = Literal["both", "inputs"]
 
@@ -31,9 +35,35 @@ class EstimatingCurvature:
     _recorder: StandingRecorder
     _grad_scaler: Any
     _warned: set[str]
+    _world: Ranks
+    """The ranks, as of the step that is under way."""
+    _wrapped: bool
+    """Whether gradients are means of the ranks' means, as DistributedDataParallel makes them."""
 
-    def _evaluate(self) -> Evaluation | None:
-        """The mini-batch since the last step, its loss as it was before a GradScaler scaled it."""
+    def _all_finite(self) -> bool:
+        """Whether the gradients of all ranks are finite, which are at the same step."""
+        own = [float(finite([p.grad for p in self.network.parameters])), float(self.steps)]
+        rows = self._world.gather(Phase.GRADIENT, own)
+        if len({row[1] for row in rows}) > 1:
+            raise RankError(
+                "The ranks have taken different numbers of steps of their Preconditioner: "
+                f"{', '.join(str(int(row[1])) for row in rows)}. Load the same state on all ranks, and "
+                "call step() equally often."
+            )
+        return all(row[0] for row in rows)
+
+    def _agree(self) -> None:
+        """Wait until all ranks have preconditioned gradients: none replaces its own before."""
+        self._world.gather(Phase.COMMIT, [])
+
+    def _evaluate(self, iteration: int) -> Evaluation | None:
+        """The mini-batch since the last step, as part of that of all ranks."""
+        return spread_out(
+            self._world, self._evaluate_own, iteration=iteration, wrapped=self._wrapped
+        )[0]
+
+    def _evaluate_own(self) -> Evaluation | None:
+        """The same of this rank, its loss as it was before a GradScaler scaled it."""
         evaluation = evaluate_loop(
             self._recorder,
             self.network,
@@ -59,7 +89,7 @@ class EstimatingCurvature:
         self.network = evaluation.network
         network = replace(evaluation.network, units=self._units(evaluation.network))
         evaluation = replace(evaluation, network=network)
-        m = Measurement(iteration=state.iteration + 1, examples=evaluation.batch.examples)
+        m = Measurement(iteration=state.iteration + 1, examples=evaluation.examples)
         with network.buffers.preserved():
             some = curvature_examples(self.settings, evaluation, m)
             later, current, generator = update_curvature(self.settings, evaluation, some, state, m)
@@ -89,7 +119,10 @@ class EstimatingCurvature:
         old = None if state.current is None else state.current.inverse
         failure = ""
         try:
-            made = self.settings.inverse.prepare(state.curvature).damped(math.sqrt(damping))
+            # If there is a matrix to invert at all: units may all be left as they are.
+            world = self._world if tensors_in(state.curvature) else ALONE
+            prepared = prepare_over_ranks(self.settings.inverse, state.curvature, world)
+            made = prepared.damped(math.sqrt(damping))
             failure = "; ".join(message for _, message in made.failures)
             inverse = made.completed_by(old)
         except (NonFiniteError, NotPositiveDefiniteError) as error:

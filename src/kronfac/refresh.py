@@ -70,7 +70,8 @@ class Computed:
         self, inverse: ApproximateInverse, curvature: Curvature, candidates: tuple[float, ...]
     ) -> None:
         self._inverse, self._curvature, self._candidates = inverse, curvature, candidates
-        self._device = tensors_in(curvature)[0].device
+        held = tensors_in(curvature)  # none if a rank has but units that are left as they are
+        self._device = held[0].device if held else torch.device("cpu")
         self._future: Future[list[Outcome]] | None = None
         self._process = os.getpid()
 

@@ -197,6 +197,15 @@ CASES: dict[str, Case] = {
     "words": partial(
         train, make=Words, data=words, loss=nn.CrossEntropyLoss(ignore_index=-100), **EXACT
     ),
+    # As many places count on a rank as fall on it.
+    "words-sampled": partial(
+        train,
+        make=Words,
+        data=words,
+        loss=nn.CrossEntropyLoss(ignore_index=-100),
+        statistics_fraction=1.0,
+        fisher_fraction=0.5,
+    ),
     "unseen-exact": partial(train, make=Unseen, **EXACT),
     "unseen-sampled": partial(train, make=Unseen, **FRACTIONS),
     "unseen-accumulated": partial(

@@ -67,6 +67,7 @@ def main(folder: Path, sizes: list[int], names: list[str]) -> int:
         held_cases,
         held_faults,
         messages,
+        preconditioned,
         sharded_cases,
     )
 
@@ -79,6 +80,8 @@ def main(folder: Path, sizes: list[int], names: list[str]) -> int:
         held_faults.HELD_FAULTS,
         messages.CASES,
         sharded_cases.SHARDED,
+        preconditioned.CASES,
+        preconditioned.BROKEN,
     )
     known = {name: case for some in several for name, case in some.items()}
     chosen = {name: known[name] for name in names or cases.CASES}

@@ -15,6 +15,7 @@ QUICK = (
     "first-few",
     "many-sampled",
     "words",
+    "words-sampled",
     "convolutional",
     "accumulated",
     "hand",

@@ -12,6 +12,7 @@ from kronfac import (
     Preconditioner,
 )
 from kronfac.curvature import InputBlock, Tap
+from kronfac.curvature.base import blend
 from kronfac.errors import StateError
 from kronfac.linearization.by_hand import Trace, trace_of
 from kronfac.storage import Layout, pack, unpack
@@ -222,6 +223,27 @@ def test_the_block_of_the_input_side_keeps_the_contract_of_blocks():
     kept = InputBlock(5, 4).average(None, 0.9).value()
     assert kept.A is None
     assert torch.equal(kept.damped(0.3, ExactTikhonov()).mv(V.mT), V.mT)
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_a_rank_that_has_not_used_a_unit_learns_on_which_side_its_inputs_are(diagonal):
+    """Sums of all ranks have one shape, and what was there before is of another matrix."""
+    block = InputBlock(5, 4, KroneckerBlock(diagonal_grads=diagonal))
+    used, idle = block.average(None, 0.0), block.average(None, 0.0)
+    a, g = torch.randn(7, 2, 5).double(), torch.randn(7, 2, 4).double()
+    used.add([Tap(a, g, transposed=True)], True, 1.0, 1.0)
+    zeros = [Tap(torch.zeros(1, 1, 4).double(), torch.zeros(1, 1, 5).double())]
+    idle.add(zeros, True, 0.0, 0.0)
+    before = idle.value()
+    totals = [sum(column) for column in zip(used.counts(), idle.counts(), strict=True)]
+    for average in (used, idle):
+        average.recount(totals)
+    (left,), (right,) = used.parts(), idle.parts()
+    left.tensor.add_(right.tensor)
+    A = a.flatten(0, 1).mT @ a.flatten(0, 1) / 14
+    found = blend(before, used.value(), 0.95)
+    assert found.transposed
+    torch.testing.assert_close(found.A, A.diagonal() if diagonal else A, **ALGEBRA)
 
 
 def test_a_perceptron_inside_of_autocast():

@@ -186,11 +186,11 @@ class Average(Protocol):
         ...
 
     def counts(self) -> list[float]:
-        """The shares of all examples that the parts are of, as many as the kind of average has."""
+        """How much the parts that are means are of, in a unit that all ranks have in common."""
         ...
 
     def recount(self, counts: Sequence[float]) -> None:
-        """Take over the shares on all ranks."""
+        """Take over the sums of that over all ranks, before the parts are summed."""
         ...
 
 
@@ -251,6 +251,11 @@ class SimpleAverage:
         """Nothing: the sums are no means."""
 
 
+def vectors_counted(weight: float, each: float | None) -> float:
+    """The number of vectors, from what all of them and what each counts; 0 if they count nothing."""
+    return float(round(weight / each)) if each else 0.0
+
+
 def parts_of(moments: Moments) -> list[Part]:
     """The tensors of moments, and whether they are symmetric."""
     values = ((f.name, getattr(moments, f.name)) for f in fields(moments))  # type: ignore[arg-type]
@@ -260,9 +265,24 @@ def parts_of(moments: Moments) -> list[Part]:
 
 def blend(old: Moments | None, new: M, decay: float) -> M:
     """decay · old + (1 − decay) · new; the new one if there is no old one of its kind."""
-    if decay == 0 or not isinstance(old, type(new)):
+    if decay == 0 or not isinstance(old, type(new)) or not _alike(old, new):
         return new
     return _combine(old, decay, new, 1 - decay)
+
+
+def _alike(a: Moments, b: Moments) -> bool:
+    """Whether two moments of one kind are of the same sizes, and on the same side of a product."""
+    for f in fields(a):  # type: ignore[arg-type]
+        left, right = getattr(a, f.name), getattr(b, f.name)
+        if isinstance(left, Tensor) and isinstance(right, Tensor):
+            same = left.shape == right.shape
+        elif isinstance(left, Moments) and isinstance(right, Moments):
+            same = _alike(left, right)
+        else:
+            same = left == right
+        if not same:
+            return False
+    return True
 
 
 def _combine(a: M, x: float, b: M, y: float) -> M:

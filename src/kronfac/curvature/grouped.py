@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Block, Moments
+from kronfac.curvature.base import Block, Moments, vectors_counted
 from kronfac.curvature.damping import FactoredTikhonov, Tikhonov
 from kronfac.curvature.taps import GroupedTap, SummedGradient, Taps
 from kronfac.distributed import Part
@@ -182,11 +182,13 @@ class GroupedKroneckerAverage:
         return [Part(self._A, symmetric=True), Part(self._G, symmetric=True)]
 
     def counts(self) -> list[float]:
-        """The share of the examples."""
-        return [self._counted]
+        """The number of vectors."""
+        return [vectors_counted(self._counted, self._each)]
 
     def recount(self, counts: Sequence[float]) -> None:
-        """Take over the share on all ranks."""
+        """Take over the number on all ranks: every vector counts the same, on whichever it is."""
+        if self._each and self._A is not None:
+            self._A.div_(self._each)
         (self._counted,) = counts
 
 

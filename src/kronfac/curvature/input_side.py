@@ -13,10 +13,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Block, Moments
+from kronfac.curvature.base import Block, Moments, vectors_counted
 from kronfac.curvature.damping import Tikhonov
 from kronfac.curvature.fisher import Fisher, Outputs, Vector
-from kronfac.curvature.kronecker import KroneckerBlock, Product, direct_or_transposed
+from kronfac.curvature.kronecker import (
+    KroneckerBlock,
+    Product,
+    direct_or_transposed,
+)
 from kronfac.curvature.taps import Taps
 from kronfac.distributed import Part
 from kronfac.linalg import shifted_inverse
@@ -184,9 +188,21 @@ class InputAverage:
         return [] if self._product is None else [Part(self._product.sum, symmetric=True)]
 
     def counts(self) -> list[float]:
-        """The share of the examples."""
-        return [self._counted]
+        """The number of vectors, by the direction in which the unit is used."""
+        count = vectors_counted(self._counted, self._each)
+        return [0.0, count] if self._transposed else [count, 0.0]
 
     def recount(self, counts: Sequence[float]) -> None:
-        """Take over the share on all ranks."""
-        (self._counted,) = counts
+        """Take over the numbers on all ranks, and the direction if this one has not used the unit."""
+        if self._each:
+            assert self._product is not None
+            self._product.sum.div_(self._each)
+        direct, transposed = counts
+        self._counted = max(counts)
+        kronecker = self._block.block
+        if (transposed > direct) != self._transposed and kronecker is not None:
+            assert self._product is not None
+            old, self._product = self._product, self._begin(kronecker, transposed > direct)
+            size = self._block.rows if self._transposed else self._block.columns
+            shape = (size,) if self._product.diagonal else (size, size)
+            self._product.begin(old.sum.new_zeros(shape))

@@ -25,6 +25,7 @@ from kronfac.curvature.base import (
     cholesky_inverse_cost,
     eigh_cost,
     packed_size,
+    vectors_counted,
 )
 from kronfac.curvature.damping import ExactTikhonov, Tikhonov
 from kronfac.curvature.scattered_rows import ScatteredRows
@@ -232,11 +233,14 @@ class KroneckerAverage:
         return [Part(side.sum, symmetric=True) for side in self.sides]
 
     def counts(self) -> list[float]:
-        """The share of the examples, by the direction in which the unit is used."""
-        return [0.0, self._counted] if self._transposed else [self._counted, 0.0]
+        """The number of vectors, by the direction in which the unit is used."""
+        count = vectors_counted(self._counted, self._each)
+        return [0.0, count] if self._transposed else [count, 0.0]
 
     def recount(self, counts: Sequence[float]) -> None:
-        """Take over the shares on all ranks."""
+        """Take over the numbers on all ranks: every vector counts the same, on whichever it is."""
+        if self._each:
+            self._sides[0].sum.div_(self._each)
         direct, transposed = counts
         self._transposed, self._counted = transposed > direct, max(counts)
 
@@ -256,7 +260,7 @@ class Product:
     def __init__(self, old: Tensor | None, decay: float, diagonal: bool = False) -> None:
         """ε = `decay`; without an old value the new one counts in full."""
         self._old, self._decay = old, 0.0 if old is None else decay
-        self._diagonal = diagonal
+        self.diagonal = diagonal
         self._sum: Tensor | None = None
 
     def add(self, x: Rows, y: Rows, weight: float) -> None:
@@ -266,11 +270,11 @@ class Product:
             self._add_one_hot(x, weight)
             return
         if isinstance(x, ScatteredRows) and x is y:
-            self._add((x.squares() if self._diagonal else x.second_moment()).mul_(weight))
+            self._add((x.squares() if self.diagonal else x.second_moment()).mul_(weight))
             return
         one = x is y
         x, y = (z if isinstance(z, Tensor) else z.all() for z in (x, y))
-        if self._diagonal:
+        if self.diagonal:
             self._add(torch.einsum("ni,ni->i", x, y) * weight)
         elif one:
             if self._sum is None:
@@ -286,7 +290,7 @@ class Product:
 
     def _add_one_hot(self, x: OneHot, weight: float) -> None:
         squares = x.squares() * weight
-        self._add(squares if self._diagonal else torch.diag(squares))
+        self._add(squares if self.diagonal else torch.diag(squares))
 
     def _add(self, new: Tensor) -> None:
         if self._sum is not None:

@@ -177,7 +177,7 @@ class KroneckerSumAverage:
         return [count for average in self._averages for count in average.counts()]
 
     def recount(self, counts: Sequence[float]) -> None:
-        """Take over the shares on all ranks; a product that any of them uses is one."""
+        """Take over the numbers on all ranks; a product that any of them uses is one."""
         for number, average in enumerate(self._averages):
             own = counts[2 * number : 2 * number + 2]
             average.recount(own)

@@ -11,7 +11,6 @@ from kronfac.distributed.wrappers import (
     fully_sharded,
     inner_model,
     refuse_distributed,
-    refuse_several_processes,
     reshard,
 )
 
@@ -33,6 +32,5 @@ __all__ = [
     "fully_sharded",
     "inner_model",
     "refuse_distributed",
-    "refuse_several_processes",
     "reshard",
 ]

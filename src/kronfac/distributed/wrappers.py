@@ -9,22 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 from kronfac.errors import UnsupportedModelError
 
 
-def refuse_several_processes(who: str) -> None:
-    """Refuse a process group with more than one rank.
-
-    Raises:
-        UnsupportedModelError: there is one.
-    """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    ranks = torch.distributed.get_world_size()
-    if ranks > 1:
-        raise UnsupportedModelError(
-            f"{who} works in one process; torch.distributed is initialized with {ranks} ranks, which would "
-            "each have statistics of their own and train apart. Run it in a single process, or use KFAC."
-        )
-
-
 def refuse_distributed(model: nn.Module, *, shards: bool = False) -> None:
     """Refuse a model that is spread over processes in another way than by DistributedDataParallel.
 
