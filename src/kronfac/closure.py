@@ -4,7 +4,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 from kronfac.errors import TargetError
 from kronfac.linalg import OuterProduct
@@ -127,7 +132,8 @@ class MiniBatchClosure:
         return (
             self.objective.of_pairs
             or mixed(self._targets.device)
-            or _has_any_global_hook()
+            or bool(_global_forward_hooks or _global_forward_pre_hooks)
+            or bool(_global_backward_hooks or _global_backward_pre_hooks)
             or any(t.requires_grad for t in (*self._args, self._targets))
             or hooked(network.parameters)
         )

@@ -45,6 +45,8 @@ def _fork(folder: Path, store: Path, rank: int, size: int, cases: Mapping[str, C
                 warnings.simplefilter("error")
                 warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
                 warnings.filterwarnings("ignore", message="KFAC (refused|rejected) a step")
+                # torch 2.7's own, when it writes a checkpoint
+                warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
                 torch.save(dict(case(rank, size)), folder / f"{name}-{size}-{rank}.pt")
             if name not in disagreements.DEADLY:
                 dist.barrier()

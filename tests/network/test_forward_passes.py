@@ -451,6 +451,8 @@ def directions(network, count: int = 1):
 
 @each_case
 def test_the_fisher_of_what_was_recorded_is_the_dense_one(name):
+    if name == "checkpoint" and hasattr(torch.utils.checkpoint, "_NoopSaveInputs"):
+        pytest.skip("checkpoints of torch 2.7 have no forward mode: J v is by finite differences")
     case = CASES[name]
     model = case.model().double()
     other = copy.deepcopy(model)

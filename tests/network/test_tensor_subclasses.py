@@ -25,11 +25,11 @@ LOSS = nn.MSELoss()
 class Labelled(Tensor):
     """Columns have names, as in PINA's tensors."""
 
-    names: str
+    labels: str
 
     def pick(self, name: str) -> "Labelled":
         plain = self.as_subclass(Tensor).as_subclass(Tensor)
-        return labelled(plain[:, self.names.index(name)].unsqueeze(1), name)
+        return labelled(plain[:, self.labels.index(name)].unsqueeze(1), name)
 
 
 class Scaled(Tensor):
@@ -42,7 +42,7 @@ class Scaled(Tensor):
 
 def labelled(z: Tensor, names: str = "uv") -> Labelled:
     result = z.as_subclass(Labelled)
-    result.names = names
+    result.labels = names
     return result
 
 
@@ -134,25 +134,25 @@ def test_the_step_is_that_of_plain_tensors(with_closure):
 class Careful(Tensor):
     """What torch's functions return has no names, and some methods need them, as in PINA's tensors."""
 
-    names: str
+    labels: str
 
     def to(self, *given, **named):  # type: ignore[override]
         result = super().to(*given, **named)
-        result.names = self.names
+        result.labels = self.labels
         return result
 
     def clone(self, *given, **named):  # type: ignore[override]
-        return careful(super().clone(*given, **named), self.names)
+        return careful(super().clone(*given, **named), self.labels)
 
     def requires_grad_(self, mode: bool = True) -> "Careful":
         result = super().requires_grad_(mode)
-        result.names = self.names
+        result.labels = self.labels
         return result
 
 
 def careful(x: Tensor, names: str = "xyz") -> Tensor:
     result = x.as_subclass(Careful)
-    result.names = names
+    result.labels = names
     return result
 
 
@@ -161,11 +161,11 @@ class ByName(nn.Module):
 
     def __init__(self, names: str) -> None:
         super().__init__()
-        self.names = names
+        self.labels = names
         self.network = mlp([2, 4, 2])
 
     def forward(self, x: Tensor) -> Tensor:
-        columns = [x.names.index(name) for name in self.names]  # type: ignore[attr-defined]
+        columns = [x.labels.index(name) for name in self.labels]  # type: ignore[attr-defined]
         result: Tensor = self.network(x[:, columns])
         return result
 

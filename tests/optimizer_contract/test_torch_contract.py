@@ -72,6 +72,8 @@ SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
+# torch 2.7's own, in SequentialLR
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 @pytest.mark.parametrize("tensor", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_param_group_with_lrscheduler_goes_right_direction(name, tensor):

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint as checkpoints
 
 from kronfac.network.lstm import lstm
 
@@ -162,6 +161,13 @@ _handlers: dict[int, list[Function]] = {}
 _lock = threading.Lock()
 
 
+def _checkpoints() -> Any:
+    """Torch's module, when a pass first needs it: torch 2.7 imports it, and sympy with it, only then."""
+    from torch.utils import checkpoint  # noqa: PLC0415
+
+    return checkpoint
+
+
 class _StandIn:
     """In place of torch's function while a thread has a handler; for other threads it is that function."""
 
@@ -178,11 +184,11 @@ class _StandIn:
 @contextmanager
 def instead_of_checkpoints(handler: Function) -> Iterator[None]:
     """Let this thread call `handler(function, preserve_rng_state, *args)` for reentrant checkpoints."""
-    thread = threading.get_ident()
+    thread, checkpoints = threading.get_ident(), _checkpoints()
     with _lock:
         if not _handlers:
             _StandIn.original = checkpoints.CheckpointFunction
-            checkpoints.CheckpointFunction = _StandIn  # type: ignore[assignment, misc]
+            checkpoints.CheckpointFunction = _StandIn
         _handlers.setdefault(thread, []).append(handler)
     try:
         yield
@@ -192,7 +198,7 @@ def instead_of_checkpoints(handler: Function) -> Iterator[None]:
             if not _handlers[thread]:
                 del _handlers[thread]
             if not _handlers:
-                checkpoints.CheckpointFunction = _StandIn.original  # type: ignore[misc]
+                checkpoints.CheckpointFunction = _StandIn.original
 
 
 def _call(function: Function, preserve_rng_state: bool, *args: Any) -> Any:
@@ -201,7 +207,7 @@ def _call(function: Function, preserve_rng_state: bool, *args: Any) -> Any:
 
 def not_reentrant(function: Function, preserve_rng_state: bool, *args: Any) -> Any:
     """The other kind of checkpoint: the same values and memory, and a graph that can be looked into."""
-    return checkpoints.checkpoint(
+    return _checkpoints().checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
     )
 
