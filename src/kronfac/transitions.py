@@ -72,6 +72,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
                     self.network.shards.pull()
                 self._changed = self._conditions.changed(self.network)
                 ended, returned = self._ends_loop(closure)
+                self._check.last_of_several = ended
                 with full_precision(self.network.device) as callers, self._recorder.paused():
                     result = self._step(None if ended else closure, callers)
                 self._recorder.step()
