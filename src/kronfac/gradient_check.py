@@ -31,6 +31,8 @@ class GradientCheck:
         """Parameters that are trainable, and in no group on purpose."""
         self._given: set[str] = set()
         self._where = "closure"
+        self.last_of_several = False
+        """Whether the loop ends with a closure, which has the last of several micro-batches."""
         self.memory = GradientMemory()
         """What was found, which the optimizer saves with its state."""
 
@@ -84,8 +86,16 @@ class GradientCheck:
             "the rejection of steps go by gradients alone, which tell less than losses. The "
             f"loop has called a function, or another module than the {given} that KFAC was given: pass the "
             "same object to KFAC(model, loss) that the loop calls with the model's outputs, also if both "
-            "are of one class; or give step() a closure, in which all are seen.",
+            f"are of one class; {self._remedy_of_unseen()}",
         )
+
+    def _remedy_of_unseen(self) -> str:
+        if self.last_of_several:  # as Lightning has it, whose user writes no closure
+            return (
+                "the closure that step() was given has the last micro-batch alone. Without accumulated "
+                "gradients functions are seen too."
+            )
+        return "or give step() a closure, in which all are seen."
 
     def _warn_of_assumed_loss(self, evaluation: Evaluation) -> None:
         """Warn of a closure whose loss K-FAC neither sees nor was told."""

@@ -38,12 +38,18 @@ def evaluate_loop(
         who: takes the step, for errors.
 
     Raises:
-        LoopError: a forward or a backward pass is missing.
+        LoopError: a forward or a backward pass is missing, or its gradients were dropped.
         UnsupportedModelError: the model has been changed.
     """
     if network.shards is not None:
         network.shards.pull_gradients()
     refuse_changes(network)
+    if recorder.watch.dropped():
+        raise LoopError(
+            f"{who}.step() needs the gradients that loss.backward() has left, but they were dropped or set "
+            "to zero since: zero_grad() is called between backward() and step(). Call it before "
+            "backward(), or after step()."
+        )
     batch = recorder.batch()
     if batch is None:
         _explain(recorder, network, who)

@@ -165,6 +165,11 @@ SAME_EXAMPLES = (
     "sees the loss, and use float64 if the loss is near its rounding error"
 )
 """Advice with a rejected step if it is no noise between mini-batches that rejected it."""
+NOT_ZEROED = (
+    "Gradients of earlier steps were added to its own, as an earlier warning says: call "
+    "optimizer.zero_grad() before each backward(), or once before several micro-batches"
+)
+"""The same if gradients were not zeroed."""
 
 
 LOGGER = logging.getLogger("kronfac")

@@ -26,7 +26,15 @@ from kronfac.loop import evaluate_loop
 from kronfac.network import Batch, Network, StandingRecorder, restore
 from kronfac.planning import Plan, World, untouched
 from kronfac.precision import Context, full_precision
-from kronfac.report import Event, EventKind, EventWarnings, StepReport, Stopwatch, log_events
+from kronfac.report import (
+    NOT_ZEROED,
+    Event,
+    EventKind,
+    EventWarnings,
+    StepReport,
+    Stopwatch,
+    log_events,
+)
 from kronfac.settings import Settings
 from kronfac.spreading import spread_out
 from kronfac.state import State
@@ -66,6 +74,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
                     self.network.shards.pull()
                 self._changed = self._conditions.changed(self.network)
                 ended, returned = self._ends_loop(closure)
+                self._check.last_of_several = ended
                 with full_precision(self.network.device) as callers, self._recorder.paused():
                     result = self._step(None if ended else closure, callers)
                 self._recorder.step()
@@ -228,6 +237,8 @@ class SteppingOptimizer(torch.optim.Optimizer):
             return None, outlier
         if (rejected := validation.rejected) is not None:
             outlier = False  # it was the step
+            if self._check.memory.adds and validation.event is not None:
+                validation = replace(validation, event=replace(validation.event, advice=NOT_ZEROED))
             self._before.keep_parameters()
             if rejected.kept is not None and not self._changed:
                 evaluation.network.place(rejected.kept.theta)

@@ -3,12 +3,15 @@
 import sys
 import warnings
 
-OWN = ("kronfac", "torch")
+OWN = (
+    "kronfac", "torch", "lightning", "lightning_fabric", "pytorch_lightning", "accelerate",
+    "transformers", "skorch", "timm", "deepxde",
+)  # fmt: skip
 """Packages whose frames lie between the user's line and the warning."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of the innermost line that is not of the library or of torch, which calls it."""
+    """Warn of the innermost line that is not of the library, of torch or of a framework that calls it."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _package(frame.f_globals) in OWN:
         frame, level = frame.f_back, level + 1

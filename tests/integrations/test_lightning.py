@@ -69,6 +69,23 @@ def test_accumulated_micro_batches_are_one_mini_batch(lightning):
     problem.assert_same(module.model, problem.train(closure=False))
 
 
+def test_a_functional_loss_with_accumulated_gradients_is_told_with_what_can_be_done(lightning):
+    """Lightning's user writes no closure, and the line that the warning points to is the user's own."""
+    module = classifier(lightning)
+    module.training_step = lambda batch, batch_idx: nn.functional.cross_entropy(
+        module.model(batch[0]), batch[1]
+    )
+    trainer = lightning.Trainer(max_epochs=1, accumulate_grad_batches=2, **QUIET)
+    with pytest.warns(UserWarning, match=r"has not seen the loss") as caught:
+        trainer.fit(module, problem.loader(batch_size=32))
+    (unseen,) = [w for w in caught if "has not seen the loss" in str(w.message)]
+    message = str(unseen.message)
+    assert "pass the same object to KFAC(model, loss)" in message
+    assert "Without accumulated gradients functions are seen too." in message
+    assert "give step() a closure" not in message
+    assert unseen.filename == __file__
+
+
 @pytest.mark.slow
 def test_gradients_are_clipped(lightning):
     module = classifier(lightning)

@@ -96,6 +96,32 @@ def test_gradients_that_are_never_zeroed_are_told_of_once() -> None:
     assert "has added to the gradients that the last KFAC.step() went by" in str(warning.message)
 
 
+@pytest.mark.parametrize("closure", [True, False], ids=["closure", "loop"])
+def test_a_rejected_step_of_gradients_that_are_never_zeroed_is_told_with_the_reason(
+    closure: bool,
+) -> None:
+    model = PROBLEM.model()
+    optimizer = KFAC(model, PROBLEM.loss_fn)
+    ((x, y),) = PROBLEM.batches(1)
+
+    def passes() -> Tensor:
+        loss = PROBLEM.loss(model, x, y)
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(10):
+            if closure:
+                optimizer.step(passes)
+            else:
+                passes()
+                optimizer.step()
+    (rejection,) = [str(w.message) for w in caught if "rejected a step" in str(w.message)]
+    assert "Gradients of earlier steps were added" in rejection
+    assert "call optimizer.zero_grad() before each backward()" in rejection
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 def test_zeroing_after_the_step_or_through_the_model_is_no_mistake(to_none: bool) -> None:
     model = PROBLEM.model()

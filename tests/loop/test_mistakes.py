@@ -38,6 +38,32 @@ def test_no_backward_pass() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("by_model", [True, False])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zeroing_between_the_backward_pass_and_the_step(to_none: bool, by_model: bool) -> None:
+    model = PROBLEM.model()
+    optimizer = KFAC(model, PROBLEM.loss_fn)
+    for x, y in PROBLEM.batches(2):
+        PROBLEM.loss(model, x, y).backward()
+        (model if by_model else optimizer).zero_grad(set_to_none=to_none)
+        with pytest.raises(
+            LoopError, match=r"zero_grad\(\) is called between backward\(\) and step\(\)"
+        ):
+            optimizer.step()
+    step_without_closure(optimizer, lambda: PROBLEM.loss(model, x, y))  # as the message says
+    assert optimizer.report is not None
+    assert optimizer.report.iteration == 1
+
+
+def test_gradients_that_are_zero_by_themselves_are_no_mistake() -> None:
+    model = PROBLEM.model()
+    optimizer = KFAC(model, PROBLEM.loss_fn)
+    ((x, y),) = PROBLEM.batches(1)
+    step_without_closure(optimizer, lambda: 0 * PROBLEM.loss(model, x, y))
+    assert optimizer.report is not None
+    assert "zero_gradient" in {note.kind for note in optimizer.report.notes}
+
+
 def test_a_second_step_by_the_same_gradients() -> None:
     model = PROBLEM.model()
     optimizer = KFAC(model, PROBLEM.loss_fn)

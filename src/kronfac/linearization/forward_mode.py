@@ -5,8 +5,10 @@ a torch function: so it holds for whatever the model's code, or the closure's, d
 threads that evaluate the model meanwhile see none of it.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,6 +43,19 @@ class DualParameters(TorchFunctionMode):
         return value
 
 
+@cache
+def _load_decompositions() -> None:
+    """Let torch load what its first dual number needs, without the warning that this gives.
+
+    It calls `torch.jit.script`, which is deprecated: `python -W error` would stop here, and the user can do
+    nothing about it.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated", DeprecationWarning)
+        with forward_ad.dual_level():
+            forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+
+
 def jvp(network: Network, part: Pass, directions: Sequence[Matrices]) -> list[Tensor]:
     """J v alone."""
     return outputs_and_jvp(network, part, directions)[1]
@@ -55,6 +70,7 @@ def outputs_and_jvp(
     Raises:
         NotImplementedError, RuntimeError: an operation has no forward-mode derivative.
     """
+    _load_decompositions()
     found: list[list[Tensor]] = []
     values: list[Tensor] = []
     for direction in directions:

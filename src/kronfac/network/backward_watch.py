@@ -69,6 +69,16 @@ class BackwardWatch:
             g is not None and self._left.get(g) != version for g, version in self._gradients()
         )
 
+    def dropped(self) -> bool:
+        """Whether what backward passes since the last step have left was dropped, or zeroed in place."""
+        if not self.passes:
+            return False
+        now = self._gradients()
+        if all(g is None for g, _ in now):
+            return True
+        touched = any(g is not None and self._left.get(g, v) != v for g, v in now)
+        return touched and not any(g is not None and bool(g.any()) for g, _ in now)
+
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
         grads = [p.grad for p in self._parameters]
         return [(None, 0) if g is None else marked(g) for g in grads]
