@@ -60,24 +60,44 @@ def jacobian(u: WithDerivatives) -> Tensor:
     return torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows])
 
 
-def dense_step(u: WithDerivatives, lambda_: float) -> tuple[Tensor, float]:
+def dense_step(u: WithDerivatives, lambda_: float, last: Tensor) -> tuple[Tensor, float]:
     """δ by the definition, with trials, and λ after it."""
     theta, J, r = flat(u), jacobian(u), residuals(u).detach()
     F, gradient = 2 * J.mT @ J, 2 * J.mT @ r
     D = F.diagonal() + 0.01 * F.diagonal().mean()
-    D = D / D.mean()
+    D = (D / D.mean()).diag()
+    h = r.square().sum()
     for trial in range(10):
-        damped = F + lambda_ * D.diag()
-        v = -torch.linalg.solve(damped, gradient)
-        bent = 2 / 0.1 * ((residuals(at(u, theta + 0.1 * v)).detach() - r) / 0.1 - J @ v)
-        a = -torch.linalg.solve(damped, 2 * J.mT @ bent)
-        change = float(
-            residuals(at(u, theta + v + a / 2)).detach().square().sum() - r.square().sum()
-        )
-        if a.norm() <= v.norm() and change < 0:
-            rho = change / float(gradient @ v + v @ F @ v / 2)
-            factor = 3.0 if rho < 0.25 else 1 / 3 if rho > 0.5 and trial == 0 else 1.0
-            return v + a / 2, lambda_ * factor
+        inverse = torch.linalg.inv(F + lambda_ * D)
+        for centre in (0.7 * last, 0 * last):
+            v = -inverse @ (gradient - lambda_ * D @ centre)
+            bent = 2 / 0.1 * ((residuals(at(u, theta + 0.1 * v)).detach() - r) / 0.1 - J @ v)
+            a = -inverse @ (2 * J.mT @ bent)
+            if a.norm() > v.norm():
+                continue
+            delta, best, factor = v + a / 2, None, 1.0
+            sums, gains = [1000 * h], []
+            for _ in range(7):
+                there = residuals(at(u, theta + delta)).detach()
+                change = there.square().sum() - h
+                sums.append(
+                    there.square().sum() + lambda_ / 2 * (delta - centre) @ D @ (delta - centre)
+                )
+                if sums[-1] >= sums[-2]:
+                    factor = 3.0
+                    break
+                if change < 0 and (best is None or change < best[1]):
+                    best = delta, change
+                slope = 2 * J.mT @ there + lambda_ * D @ (delta - centre)
+                gains.append(slope @ inverse @ slope / 2)
+                if gains[-1] < -0.1 * change:
+                    factor = 1 / 3 if trial == 0 else 1.0
+                    break
+                if len(gains) > 1 and gains[-1] > gains[-2] / 2:
+                    break
+                delta = delta - inverse @ slope
+            if best is not None:
+                return best[0], lambda_ * factor
         lambda_ *= 3
     raise AssertionError("no step is good")
 
@@ -86,14 +106,16 @@ def test_steps_are_those_of_dense_matrices():
     u = solution()
     optimizer = kronfac.KFAC(u, nn.MSELoss())
     closure = closure_of(u, optimizer)
-    for _ in range(2):  # the first is K-FAC's own, and its λ is moved when it has been validated
+    for _ in range(3):  # the first is K-FAC's own, and its λ is moved when it has been validated
+        start = flat(u)
         optimizer.step(closure)
-    for _ in range(6):
+    for _ in range(12):
         before = flat(u)
-        delta, lambda_ = dense_step(u, optimizer._state.damping.lambda_)
+        delta, lambda_ = dense_step(u, optimizer._state.damping.lambda_, before - start)
         optimizer.step(closure)
         assert_close(flat(u) - before, delta, rtol=1e-6, atol=1e-8)
         assert optimizer.report.lambda_ == pytest.approx(lambda_, rel=1e-12)
+        start = before
 
 
 def test_second_derivatives_of_what_is_quadratic():
@@ -182,8 +204,12 @@ def test_the_objective_never_rises():
     [
         ({"limit": 0}, "limit is 1 or more"),
         ({"trials": 0}, "trials is 1 or more"),
-        ({"poor": 0.6}, "poor ≤ good"),
+        ({"corrections": -1}, "corrections is 0 or more"),
+        ({"momentum": 1.0}, "momentum is at least 0 and below 1"),
         ({"factor": 1.0}, "factor is above 1"),
+        ({"far": 1.0}, "far is above 1"),
+        ({"settled": 0.0}, "settled is between 0 and 1"),
+        ({"shrink": 1.0}, "shrink is between 0 and 1"),
         ({"bend": 0.0}, "bend is positive"),
         ({"floor": 0.0}, "floor is positive"),
     ],

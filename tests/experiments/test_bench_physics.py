@@ -72,9 +72,26 @@ def test_from_the_command_to_the_page(tmp_path: Path):
     assert page.with_suffix(".png").stat().st_size > 1000
 
 
+def test_of_one_method_alone(tmp_path: Path):
+    page = tmp_path / "physics.md"
+    config = PhysicsConfig(
+        equations=("heat",),
+        methods=("kfac",),
+        seconds=0.2,
+        seeds=1,
+        output=page,
+        run_dir=tmp_path / "runs",
+    )
+    physics_command(config)
+    text = page.read_text()
+    assert "| equation | K-FAC |" in text
+    assert "Adam" not in text
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"methods": ("sgd",)}, "got sgd"),
         ({"equations": ("wave",)}, "got wave"),
         ({"seconds": 0.0}, "--seconds is positive"),
         ({"seeds": 0}, "--seeds is 1 to 100"),

@@ -1,6 +1,6 @@
 """`kronfac bench physics`: differential equations by K-FAC, Adam, SOAP and L-BFGS, in equal seconds.
 
-`equations.py` has the four equations, `methods.py` who solves them, `runs.py` all runs, `page.py` what is
+`equations.py` has the equations, `methods.py` who solves them, `runs.py` all runs, `page.py` what is
 shown of them.
 """
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import torch
 
 from kronfac_experiments.bench.physics.equations import Equation, equations_named
+from kronfac_experiments.bench.physics.methods import Method, methods_named
 from kronfac_experiments.config import hint
 from kronfac_experiments.machine import machine
 from kronfac_experiments.options import at_least
@@ -27,8 +28,10 @@ class PhysicsConfig:
     same folder, and a last command with all of them writes the page.
     """
 
-    equations: Annotated[tuple[str, ...], hint("NAME ...", "all four")] = ()
-    """Only these: poisson-2 poisson-5 heat burgers."""
+    equations: Annotated[tuple[str, ...], hint("NAME ...", "all five")] = ()
+    """Only these: poisson-2 poisson-5 heat burgers reaction."""
+    methods: Annotated[tuple[str, ...], hint("NAME ...", "all four")] = ()
+    """Only these: kfac lbfgs soap adam."""
     seconds: Annotated[float | None, hint("FLOAT", "120; 2 with --quick")] = None
     """Seconds of optimiser time for each run."""
     tune_seconds: Annotated[float | None, hint("FLOAT", "a sixth of --seconds")] = None
@@ -56,6 +59,12 @@ class PhysicsConfig:
         if self.output is not None and self.output.suffix != ".md":
             raise ValueError(f"--output is a .md file; got {self.output}.")
         equations_named(self.equations)
+        methods_named(self.methods)
+
+    @property
+    def solvers(self) -> tuple[Method, ...]:
+        """The methods."""
+        return methods_named(self.methods)
 
     @property
     def chosen(self) -> tuple[Equation, ...]:

@@ -42,6 +42,7 @@ class Equation:
         inside: Points of the residual.
         boundary: Points of boundary and start.
         box: Smallest and largest value of the last input.
+        activation: Between the layers.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Equation:
     inside: int = 900
     boundary: int = 120
     box: tuple[float, float] = (0.0, 1.0)
+    activation: type[nn.Module] = Sin
 
     @cached_property
     def points(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,13 +83,13 @@ class Equation:
         return self.exact(boundary), self.exact(tested)
 
     def make_model(self, seed: int) -> WithDerivatives:
-        """A perceptron of sines with PyTorch's own initial parameters; the generator is left alone."""
+        """A perceptron with PyTorch's own initial parameters; the generator is left alone."""
         modules: list[nn.Module] = []
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             width = self.inputs
             for hidden in self.hidden:
-                modules += [nn.Linear(width, hidden, dtype=torch.float64), Sin()]
+                modules += [nn.Linear(width, hidden, dtype=torch.float64), self.activation()]
                 width = hidden
             modules.append(nn.Linear(width, 1, dtype=torch.float64))
         return WithDerivatives(nn.Sequential(*modules), self.second)
@@ -109,7 +111,8 @@ class Equation:
     def description(self) -> str:
         """In a line."""
         widths = "-".join(map(str, (self.inputs, *self.hidden, 1)))
-        return f"{self.about}; {widths}, sine, {self.inside} + {self.boundary} points"
+        activation = {Sin: "sine", nn.Tanh: "tanh"}[self.activation]
+        return f"{self.about}; {widths}, {activation}, {self.inside} + {self.boundary} points"
 
 
 # ------------------------------------------------------------------------------------------- solutions
@@ -167,6 +170,21 @@ def cole_hopf(x: Tensor) -> Tensor:
     return -above / below
 
 
+def _wave(x: Tensor) -> Tensor:
+    """eˣ sin πx sin 2πy, 0 on the boundary."""
+    return x[:, :1].exp() * (math.pi * x[:, :1]).sin() * (2 * math.pi * x[:, 1:]).sin()
+
+
+def _reaction(u: Jet, x: Tensor) -> Tensor:
+    """−Δu + u³ + u_x − f, with f from the solution."""
+    along, across = math.pi * x[:, :1], (2 * math.pi * x[:, 1:]).sin() * x[:, :1].exp()
+    v = along.sin() * across
+    v_x = (math.pi * along.cos() + along.sin()) * across
+    v_xx = ((1 - math.pi**2) * along.sin() + 2 * math.pi * along.cos()) * across
+    f = -(v_xx - 4 * math.pi**2 * v) + v**3 + v_x
+    return -u.second[:, 0] + u.value**3 + u.first[:, 0] - f
+
+
 EQUATIONS = {
     equation.name: equation
     for equation in (
@@ -181,6 +199,10 @@ EQUATIONS = {
         Equation(
             "burgers", "u_t + u u_x = (0.1/π) u_xx from −sin πx, solution by Cole and Hopf", 2, [(1, 1)],
             _burgers, cole_hopf, timed=True, inside=1500, boundary=180, box=(-1.0, 1.0),
+        ),
+        Equation(
+            "reaction", "−Δu + u³ + u_x = f in 2 dimensions, u = eˣ sin πx sin 2πy", 2, "laplacian",
+            _reaction, _wave, activation=nn.Tanh,
         ),
     )
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Who solves the equations: K-FAC as it comes, Adam, SOAP and L-BFGS."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,3 +74,17 @@ METHODS = (
     Method("SOAP, cosine", _soap, (3e-3, 1e-2, 3e-2, 0.1, 0.3), "learning rate", cosine=True),
     Method("Adam, cosine", _adam, (1e-3, 3e-3, 1e-2, 3e-2, 0.1), "learning rate", cosine=True),
 )
+NAMES = dict(zip(("kfac", "lbfgs", "soap", "adam"), METHODS, strict=True))
+"""For the command line."""
+
+
+def methods_named(names: Sequence[str]) -> tuple[Method, ...]:
+    """Those, or all.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise ValueError(f"--methods are of {', '.join(NAMES)}; got {', '.join(unknown)}.")
+    return tuple(NAMES[name] for name in names or NAMES)

@@ -36,12 +36,13 @@ METHOD = (
 
 
 def tables(config: PhysicsConfig, trials: Trials) -> list[Table]:
-    """All of them."""
+    """All of them; settings only if some method has any."""
+    tuning = [_tuning(config, trials)] if any(method.grid for method in config.solvers) else []
     return [
         _errors(config, trials),
         _times(config, trials),
         _steps(config, trials),
-        _tuning(config, trials),
+        *tuning,
         Table("Equations", ("name", "what"), [(e.name, e.description) for e in config.chosen]),
     ]
 
@@ -56,11 +57,11 @@ def _errors(config: PhysicsConfig, trials: Trials) -> Table:
     rows = []
     for equation in config.chosen:
         cells = []
-        for method in METHODS:
+        for method in config.solvers:
             ends = [run.end for run in runs_of(equation, method, trials, config.starts)]
             cells.append(spread(ends, lambda error: f"{error:.1e}"))
         rows.append((equation.name, *cells))
-    columns = ("equation", *(method.name for method in METHODS))
+    columns = ("equation", *(method.name for method in config.solvers))
     return Table("Relative L² error at the end", columns, rows, METHOD)
 
 
@@ -69,11 +70,11 @@ def _times(config: PhysicsConfig, trials: Trials) -> Table:
     for equation in config.chosen:
         for level in LEVELS:
             cells = []
-            for method in METHODS:
+            for method in config.solvers:
                 runs = runs_of(equation, method, trials, config.starts)
                 cells.append(_seconds([_time_to(run, level) * config.duration for run in runs]))
             rows.append((f"{equation.name}, {level:g}", *cells))
-    columns = ("equation, error", *(method.name for method in METHODS))
+    columns = ("equation, error", *(method.name for method in config.solvers))
     note = (
         "Median of the seeds, to the next mark of the clock; – if most of them did not get there."
     )
@@ -94,15 +95,15 @@ def _seconds(times: Sequence[float]) -> str:
 def _steps(config: PhysicsConfig, trials: Trials) -> Table:
     rows = []
     for equation in config.chosen:
-        runs = [runs_of(equation, method, trials, config.starts) for method in METHODS]
+        runs = [runs_of(equation, method, trials, config.starts) for method in config.solvers]
         rows.append((equation.name, *(f"{median(run.steps for run in own):g}" for own in runs)))
-    columns = ("equation", *(method.name for method in METHODS))
+    columns = ("equation", *(method.name for method in config.solvers))
     note = "L-BFGS takes up to 20 of its iterations in a step."
     return Table("Steps", columns, rows, note)
 
 
 def _tuning(config: PhysicsConfig, trials: Trials) -> Table:
-    tuned = [method for method in METHODS if method.grid]
+    tuned = [method for method in config.solvers if method.grid]
     rows = []
     for equation in config.chosen:
         chosen = [best_setting(equation.name, method, trials) for method in tuned]
@@ -141,7 +142,8 @@ def draw(config: PhysicsConfig, trials: Trials) -> Picture:
 
 def _panel(axes: Axes, equation: Equation, trials: Trials, config: PhysicsConfig) -> None:
     at = np.array(MARKS) * config.duration
-    for method, style in zip(METHODS, STYLES, strict=True):
+    for method in config.solvers:
+        style = STYLES[METHODS.index(method)]
         runs = runs_of(equation, method, trials, config.starts)
         errors = np.array([run.curve for run in runs]).clip(max=10.0)  # (seeds, marks)
         low, high = errors.min(axis=0), errors.max(axis=0)

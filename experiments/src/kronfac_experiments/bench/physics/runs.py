@@ -60,11 +60,11 @@ def run_trials(config: PhysicsConfig, console: Console) -> dict[Key, Trial]:
     for equation in config.chosen:
         path = config.folder / f"{equation.name}.json"
         trials = TrialStore(path, _settings(config), Trial, key=lambda trial: trial.key)
-        for method in METHODS:
+        for method in config.solvers:
             for setting in method.grid:
                 _keep(config, equation, method, setting, TUNING_SEED, trials, console)
         for seed in range(config.starts):
-            for method in METHODS:
+            for method in config.solvers:
                 best = best_setting(equation.name, method, trials)
                 _keep(config, equation, method, best, seed, trials, console)
         found |= dict(trials)
