@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from kronfac.control import Measurement
 from kronfac.curvature_update import curvature_examples, update_curvature
-from kronfac.distributed import ALONE, Phase, Ranks
+from kronfac.distributed import ALONE, Holders, Phase, Ranks
 from kronfac.divided_refresh import prepare_over_ranks
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError, RankError
 from kronfac.evaluation import Evaluation
@@ -121,7 +121,8 @@ class EstimatingCurvature:
         try:
             # If there is a matrix to invert at all: units may all be left as they are.
             world = self._world if tensors_in(state.curvature) else ALONE
-            prepared = prepare_over_ranks(self.settings.inverse, state.curvature, world)
+            holders = Holders.of(world, 1.0)
+            prepared = prepare_over_ranks(self.settings.inverse, state.curvature, holders)
             made = prepared.damped(math.sqrt(damping))
             failure = "; ".join(message for _, message in made.failures)
             inverse = made.completed_by(old)
