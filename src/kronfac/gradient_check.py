@@ -76,16 +76,19 @@ class GradientCheck:
         self.memory = replace(memory, compared=True, zeroes_in_place=added, last=verdict, scale=1.0)
         return self._mend(evaluation, verdict)
 
-    def warn_of_unseen_loss(self, evaluation: Evaluation) -> None:
-        """Warn of a loop whose loss K-FAC can't compute elsewhere."""
+    def warn_of_unseen_loss(self, evaluation: Evaluation, others: Sequence[str] = ()) -> None:
+        """Warn of a loop whose loss K-FAC can't compute elsewhere; it has called `others`."""
         given = type(evaluation.network.objective.module).__name__
+        called = (
+            f"{', '.join(others)}, another module" if others else "a function, or another module"
+        )
         self._warn(
             "unseen loss",
             "KFAC.step() has not seen the loss that backward() was called on, only the model's outputs: "
             "the curvature is that of the loss that KFAC was given or kronfac.observe declared, and λ and "
             "the rejection of steps go by gradients alone, which tell less than losses. The "
-            f"loop has called a function, or another module than the {given} that KFAC was given: pass the "
-            "same object to KFAC(model, loss) that the loop calls with the model's outputs, also if both "
+            f"loop has called {called} than the {given} that KFAC was given: pass the same "
+            "object to KFAC(model, loss) that the loop calls with the model's outputs, also if both "
             f"are of one class; {self._remedy_of_unseen()}",
         )
 

@@ -320,6 +320,7 @@ class KFAC(LateOptimizer):
             self._watch.close()
             return
         remove_hooks(self._recorder.handles)
+        self._recorder.others.stop()
         self._recorder.forget()
 
     @property

@@ -291,6 +291,7 @@ class Preconditioner(EstimatingCurvature):
     def close(self) -> None:
         """Remove K-FAC's hooks from the model and the loss; there are no steps from then on."""
         remove_hooks(self._recorder.handles)
+        self._recorder.others.stop()
         self._recorder.forget()
 
     def _factor(self, gradient: Matrices, direction: Matrices) -> float:

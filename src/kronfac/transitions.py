@@ -184,7 +184,7 @@ class SteppingOptimizer(torch.optim.Optimizer):
         if evaluation is None:
             return None
         if not evaluation.comparable():
-            self._check.warn_of_unseen_loss(evaluation)
+            self._check.warn_of_unseen_loss(evaluation, self._recorder.others.names)
         if self._recorder.watch.added_to_old:
             self._check.warn_of_old_gradients()
             return evaluation

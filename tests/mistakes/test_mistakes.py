@@ -5,6 +5,7 @@ tests of the others.
 """
 
 import copy
+import gc
 import pickle
 import warnings
 from typing import Any
@@ -108,6 +109,41 @@ def test_a_functional_loss_in_the_loop():
     assert optimizer.report is not None
     (event,) = optimizer.report.events
     assert "closure" not in event.message
+
+
+class OwnLoss(nn.Module):
+    """As users write them, with a loss of torch's inside."""
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(z, y) + 0.01 * z.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [(nn.CrossEntropyLoss(), "CrossEntropyLoss"), (OwnLoss(), "OwnLoss")],
+    ids=["of one class", "of the user's"],
+)
+def test_another_loss_module_in_the_loop_is_named(other, name):
+    model = network()
+    optimizer = KFAC(model, LOSS)
+    message = rf"The loop has called {name}, another module than the CrossEntropyLoss that KFAC was"
+    with pytest.warns(UserWarning, match=message):
+        step_without_closure(optimizer, lambda: other(model(X), Y))
+    assert not nn.modules.module._global_forward_hooks
+
+
+def test_nothing_listens_for_other_loss_modules_once_the_optimizer_is_gone():
+    model = network()
+    for end in ("closed", "gone"):
+        optimizer = KFAC(model, LOSS)
+        model(X)
+        assert nn.modules.module._global_forward_hooks
+        if end == "closed":
+            optimizer.close()
+        else:
+            del optimizer
+            gc.collect()
+        assert not nn.modules.module._global_forward_hooks
 
 
 def test_a_functional_loss_in_a_closure_is_seen():

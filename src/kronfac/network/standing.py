@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kronfac.network.backward_watch import BackwardWatch
 from kronfac.network.between import Known, trace_back
 from kronfac.network.nested import tensors_of
+from kronfac.network.other_losses import OtherLosses
 from kronfac.network.program import Batch, ModelCall
 from kronfac.network.recorded_calls import Arrival, CallRecording, Calls, assemble, joined
 from kronfac.network.side_effects import Buffers, device_of
@@ -53,6 +54,7 @@ class StandingRecorder:
         self.unread = 0
         """Tensors that the loss was called with and that could not be followed back to the model."""
         self.watch = BackwardWatch(parameters, self._end_backward)
+        self.others = OtherLosses(self._is_output)
         self._buffers = buffers
         self._key = next(_RECORDERS)
         self._indices: Iterator[int] = count()
@@ -106,6 +108,7 @@ class StandingRecorder:
         if self._arrivals:
             self._looks_inside = any(arrival.inside for arrival in self._arrivals)
         self.forget()
+        self.others.stop()
         self.watch.step()
         self.forwards = self.forwards_without_gradients = self.unread = 0
 
@@ -159,6 +162,8 @@ class StandingRecorder:
         if not isinstance(call, ModelCall):
             return
         self.forwards += 1
+        if not (hasattr(module, "_orig_mod") or module._compiled_call_impl is not None):
+            self.others.listen()
         calls = Calls(
             joined(recording.sources, recording.steps),
             [v for source in recording.sources for v in source.versions] + recording.versions,
@@ -229,6 +234,13 @@ class StandingRecorder:
                     self.unread += 1
                 else:
                     recording.recognize(found, tensor)
+
+    def _is_output(self, module: nn.Module, tensor: Tensor) -> bool:
+        """Whether another module than the model and its loss is given what the model has computed."""
+        known = module is self.model or module is self.objective.module
+        if known or tensor.grad_fn is None or self._running.calls or not self._records():
+            return False
+        return trace_back(tensor, self._known, count()) is not None
 
     def _known(self, node: Any, number: int) -> Known | None:
         known: dict[tuple[int, int], Known] | None = node.metadata.get("kronfac")
