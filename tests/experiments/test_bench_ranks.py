@@ -30,7 +30,12 @@ def test_two_processes_send_what_the_plan_says(tmp_path: Path) -> None:
     least = 4 * (parameters + statistics)
     (sent,) = found["2"][0]["travelled"]
     assert least < sent / 2 < 4 * least
-    assert "| 2 |" in output.read_text()
+    for run in found["2"]:
+        assert run["messages"][0] > run["sums"][0] >= 2
+        assert run["waited"][0] > 0
+        assert run["under_way"][0] > 0
+    assert found["1"][0]["messages"] == [0]
+    assert output.read_text().count("\n| 2 |") == 2
 
 
 def test_at_least_one_process() -> None:
