@@ -32,6 +32,11 @@ def test_two_processes_send_what_the_plan_says(tmp_path: Path) -> None:
     least = 4 * (parameters + statistics)
     (sent,) = found["2"][0]["travelled"]
     assert least < sent / 2 < 4 * least
+    for run in found["2"]:
+        assert run["messages"][0] > run["sums"][0] >= 2
+        assert run["waited"][0] > 0
+        assert run["under_way"][0] > 0
+    assert found["1"][0]["messages"] == [0]
     # Inverses stay where they are made, and half of a direction goes each way in every step.
     (apart,) = found["2 in 2 groups"][0]["travelled"]
     assert least < apart / 2 < 4 * least
@@ -39,6 +44,7 @@ def test_two_processes_send_what_the_plan_says(tmp_path: Path) -> None:
     assert sum(held) == found["2"][0]["inverses"] == found["1"][0]["inverses"]
     assert min(held) > 0
     assert "| 2 | 1/2 |" in output.read_text()
+    assert "\n| 2 in 2 groups |" in output.read_text()
 
 
 def test_at_least_one_process() -> None:
