@@ -17,7 +17,16 @@ before = set(sys.modules)
 import kronfac
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
-LATER = ("diagnostics", "testing", "physics", "planning.make", "planning.survey")
+LATER = (
+    "diagnostics",
+    "testing",
+    "physics",
+    "planning.make",
+    "planning.survey",
+    "preconditioner",
+    "reporting",
+    "training",
+)
 """What is imported by those who use it."""
 
 
@@ -54,3 +63,11 @@ def test_what_few_programs_use_is_imported_later(imported):
 def test_the_number_of_modules(imported):
     """They took 0.8 ms each on a busy machine; there are 0.2 s to spend."""
     assert len(imported) < 200
+
+
+def test_every_public_name_is_there_and_listed():
+    assert set(kronfac.__all__) <= set(dir(kronfac))
+    for name in kronfac.__all__:
+        getattr(kronfac, name)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        kronfac.Nothing  # noqa: B018

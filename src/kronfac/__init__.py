@@ -1,5 +1,8 @@
 """kronfac: K-FAC for PyTorch, all of Martens and Grosse (2015)."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kronfac import presets
 from kronfac.control import (
     Acceptance,
@@ -60,18 +63,20 @@ from kronfac.objective import (
 )
 from kronfac.optimizer import KFAC, plan
 from kronfac.planning import Plan, World, WorldPlan
-from kronfac.preconditioner import Preconditioner
 from kronfac.report import Event, EventKind, StepReport
-from kronfac.reporting import log_to
 from kronfac.settings import First
 from kronfac.storage import Storable
-from kronfac.training import (
-    AdaptiveBatchSampler,
-    ExponentialBatchSize,
-    ScheduledBatchSampler,
-    averaged,
-    sparse_,
-)
+
+if TYPE_CHECKING:
+    from kronfac.preconditioner import Preconditioner
+    from kronfac.reporting import log_to
+    from kronfac.training import (
+        AdaptiveBatchSampler,
+        ExponentialBatchSize,
+        ScheduledBatchSampler,
+        averaged,
+        sparse_,
+    )
 
 __version__ = "0.1.0"
 
@@ -150,3 +155,25 @@ __all__ = [
     "register",
     "sparse_",
 ]
+
+_LATER = {
+    "Preconditioner": "kronfac.preconditioner",
+    "log_to": "kronfac.reporting",
+    "AdaptiveBatchSampler": "kronfac.training",
+    "ExponentialBatchSize": "kronfac.training",
+    "ScheduledBatchSampler": "kronfac.training",
+    "averaged": "kronfac.training",
+    "sparse_": "kronfac.training",
+}
+"""Where names are that few programs use: imported when they are asked for, so that the import is quick."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

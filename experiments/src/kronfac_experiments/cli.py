@@ -98,6 +98,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "small_step_command",
                 "a step of a small network over one of AdamW, and with dropout over without",
             ),
+            "import": Command(
+                "bench.import_time",
+                "ImportConfig",
+                "import_command",
+                "what `import kronfac` takes beyond torch's own import",
+            ),
             "wide": Command(
                 "bench.wide",
                 "WideConfig",
