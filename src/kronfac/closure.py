@@ -7,14 +7,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
 )
 
 from kronfac.errors import TargetError
 from kronfac.linalg import OuterProduct
 from kronfac.linearization.by_hand import augmented, gradients, trace_call
 from kronfac.network import Batch, LossCall, ModelCall, Network, Pass, RandomState, Ref, hooked
+from kronfac.network.global_hooks import others_wait
 from kronfac.objective import Objective
 from kronfac.precision import mixed
 
@@ -132,7 +131,7 @@ class MiniBatchClosure:
         return (
             self.objective.of_pairs
             or mixed(self._targets.device)
-            or bool(_global_forward_hooks or _global_forward_pre_hooks)
+            or others_wait()
             or bool(_global_backward_hooks or _global_backward_pre_hooks)
             or any(t.requires_grad for t in (*self._args, self._targets))
             or hooked(network.parameters)

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from kronfac.copying import CopyingOptimizer
 from kronfac.errors import LoopError
 from kronfac.groups import Groups, RateWarning, parameters_in
+from kronfac.network.global_hooks import listens_only
 from kronfac.state_groups import loaded_options, saved_groups
 
 Meet = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -76,6 +77,7 @@ class ModelWatch:
         finally:
             self._interrupts = False
 
+    @listens_only
     def _look(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
@@ -85,6 +87,7 @@ class ModelWatch:
                 raise ModelFound(module)
             module._forward_pre_hooks_with_kwargs[self._handles[1].id] = True
 
+    @listens_only
     def _found(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> None:

@@ -229,3 +229,23 @@ def test_an_optimizer_that_is_closed_or_dropped_waits_no_longer():
     del late
     gc.collect()
     assert not modules._global_forward_pre_hooks
+
+
+def test_one_that_waits_does_not_change_the_steps_of_another():
+    """Its hooks are on all modules, and are no reason not to compute a perceptron by hand."""
+    found = []
+    for waits in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        x, y = torch.randn(32, 4), torch.randn(32, 3)
+        waiting = KFAC.for_parameters(nn.Linear(2, 2).parameters(), nn.MSELoss(), lr=1.0)
+        if not waits:
+            waiting.close()
+        optimizer = KFAC(model, nn.MSELoss())
+        for _ in range(3):
+            optimizer.step(optimizer.closure(x, y))
+        with torch.no_grad():
+            assert optimizer.closure(x, y).by_hand(optimizer.network, False) is not None
+        waiting.close()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))

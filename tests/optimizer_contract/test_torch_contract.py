@@ -288,8 +288,3 @@ def test_distributed_checkpoints_carry_momentum_and_options(flat):
     for p, q in zip(optimizer.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(optimizer.state[p]["momentum_buffer"], other.state[q]["momentum_buffer"])
     assert advance(other, 5)[-1] < advance(made(), 1)[0]
-
-
-def test_without_averaged_iterates_there_is_no_train_or_eval():
-    assert not hasattr(made(), "train")
-    assert not hasattr(made(), "eval")

@@ -235,6 +235,8 @@ def test_a_rank_that_has_not_used_a_unit_learns_on_which_side_its_inputs_are(dia
     zeros = [Tap(torch.zeros(1, 1, 4).double(), torch.zeros(1, 1, 5).double())]
     idle.add(zeros, True, 0.0, 0.0)
     before = idle.value()
+    for average in (used, idle):
+        average.count_by_vector()
     totals = [sum(column) for column in zip(used.counts(), idle.counts(), strict=True)]
     for average in (used, idle):
         average.recount(totals)

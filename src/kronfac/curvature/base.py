@@ -178,6 +178,10 @@ class Average(Protocol):
         """The average with everything that was added."""
         ...
 
+    def count_by_vector(self) -> None:
+        """Let every vector count 1 in the parts that are means, so that sums of ranks can be added."""
+        ...
+
     def parts(self) -> list[Part]:
         """The sums that were made so far, of an average without an old value: to be summed over ranks.
 
@@ -190,7 +194,10 @@ class Average(Protocol):
         ...
 
     def recount(self, counts: Sequence[float]) -> None:
-        """Take over the sums of that over all ranks, before the parts are summed."""
+        """Take over the sums of that over all ranks, before the parts are summed.
+
+        The parts may be others then, of a unit that this rank has not used.
+        """
         ...
 
 
@@ -237,6 +244,9 @@ class SimpleAverage:
         if self._old is None or self._decay == 0:
             return self._sum
         return _combine(self._old, self._decay, self._sum, 1 - self._decay)
+
+    def count_by_vector(self) -> None:
+        """Nothing: the sums are no means."""
 
     def parts(self) -> list[Part]:
         """The fields of the sum."""

@@ -152,7 +152,7 @@ def begin_estimate(
     chains = Chains(blocks, links, old, decay) if alone else Chains(blocks, links, None, 0.0)
     total = sample.examples
     met = [False] * len(blocks)
-    signs = None if fisher.independent else Signs(generator)
+    signs: Signs | None = None
     summed, divided = SummedGradients(), not alone or len(sample.passes) > 1
     for visit in _visits(sample, fisher, generator):
         part, view, noise = visit.part, visit.view, visit.noise
@@ -165,6 +165,8 @@ def begin_estimate(
         ]
         # From one vector for all terms; and neighbours in a chain need the same rows.
         padded = fisher.independent and not any(links) and any(map(_has_padding, part.terms))
+        if not fisher.independent and view.summed:
+            signs = signs or Signs(generator)  # on all ranks, so that their streams stay alike
         for number, vectors in enumerate(fisher.vectors(outputs)):
             if signs is not None and view.summed and not sample.weightless:
                 vectors = visit.with_signs(vectors, number, signs, total)  # noqa: PLW2901
@@ -184,9 +186,7 @@ def begin_estimate(
             if update is not None:
                 update.add(taps, weight)
             first = False
-    for n, V in summed.total(sample.world):
-        averages[n].add(SummedGradient(V), not met[n], 1.0, 1.0)
-        met[n] = True
+    summed.add_to(averages, met, sample.world)
     for n, average in enumerate(averages):
         if not met[n] and (not alone or _old(blocks[n], old, n) is None):
             average.add(sample.nothing(n), True, 1.0 if alone else 0.0, 0.0)

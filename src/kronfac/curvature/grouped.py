@@ -175,6 +175,12 @@ class GroupedKroneckerAverage:
             (G * new).add_(self._old.G, alpha=self._decay),
         )
 
+    def count_by_vector(self) -> None:
+        """Let every vector ā count 1."""
+        if self._each and self._A is not None:
+            self._A.div_(self._each)
+            self._counted, self._each = vectors_counted(self._counted, self._each), 1.0
+
     def parts(self) -> list[Part]:
         """Both sums."""
         assert self._A is not None
@@ -187,8 +193,6 @@ class GroupedKroneckerAverage:
 
     def recount(self, counts: Sequence[float]) -> None:
         """Take over the number on all ranks: every vector counts the same, on whichever it is."""
-        if self._each and self._A is not None:
-            self._A.div_(self._each)
         (self._counted,) = counts
 
 

@@ -183,6 +183,13 @@ class InputAverage:
             A = self._product.value(self._counted)
         return InputMoments(A, self._block.rows, self._block.columns, self._transposed)
 
+    def count_by_vector(self) -> None:
+        """Let every vector ā count 1."""
+        if self._each:
+            assert self._product is not None
+            self._product.sum.div_(self._each)
+            self._counted, self._each = vectors_counted(self._counted, self._each), 1.0
+
     def parts(self) -> list[Part]:
         """The sum, unless the unit is left as it is."""
         return [] if self._product is None else [Part(self._product.sum, symmetric=True)]
@@ -194,9 +201,6 @@ class InputAverage:
 
     def recount(self, counts: Sequence[float]) -> None:
         """Take over the numbers on all ranks, and the direction if this one has not used the unit."""
-        if self._each:
-            assert self._product is not None
-            self._product.sum.div_(self._each)
         direct, transposed = counts
         self._counted = max(counts)
         kronecker = self._block.block

@@ -228,6 +228,12 @@ class KroneckerAverage:
         for side, zero in zip(self.sides, (zeros.A, zeros.G), strict=True):
             side.begin(zero)
 
+    def count_by_vector(self) -> None:
+        """Let every vector ā count 1."""
+        if self._each:
+            self._sides[0].sum.div_(self._each)
+            self._counted, self._each = vectors_counted(self._counted, self._each), 1.0
+
     def parts(self) -> list[Part]:
         """Both sums, A first."""
         return [Part(side.sum, symmetric=True) for side in self.sides]
@@ -239,8 +245,6 @@ class KroneckerAverage:
 
     def recount(self, counts: Sequence[float]) -> None:
         """Take over the numbers on all ranks: every vector counts the same, on whichever it is."""
-        if self._each:
-            self._sides[0].sum.div_(self._each)
         direct, transposed = counts
         self._transposed, self._counted = transposed > direct, max(counts)
 

@@ -162,6 +162,11 @@ class KroneckerSumAverage:
         transposed = self._transposed.value()
         return KroneckerSumMoments(_zeros(self._block.direct, transposed), transposed)
 
+    def count_by_vector(self) -> None:
+        """Let every vector ā count 1, in both products."""
+        for average in self._averages:
+            average.count_by_vector()
+
     def parts(self) -> list[Part]:
         """All sums, those of the direct uses first; zeros for a product without any use here."""
         used = [average for average, u in zip(self._averages, self._used, strict=True) if u]

@@ -8,7 +8,7 @@ from kronfac.curvature.base import Average, Moments, blend
 from kronfac.curvature.cross_moments import Chains
 from kronfac.curvature.curvature import Curvature, Link
 from kronfac.curvature.inverse import InverseUpdate
-from kronfac.distributed import Packed, Phase, Ranks
+from kronfac.distributed import Packed, Part, Phase, Ranks
 
 
 def start_sum(
@@ -24,25 +24,37 @@ def start_sum(
         What waits for the sums and takes them over in place; it gives the numbers of the units that any
         rank has used.
     """
-    parts = [part for average in averages for part in average.parts()] + chains.parts()
-    packed = Packed(parts if update is None else parts + update.parts())
+    for average in averages:
+        average.count_by_vector()
+    parts = _parts(averages, chains, update)
+    packed = Packed(parts)
     reduction = world.prepare(packed.flats)
     counts = [average.counts() for average in averages]
     numbers = [float(used) for used in met] + [count for own in counts for count in own]
     totals = world.total(Phase.STATISTICS, numbers)
+    start = len(met)
+    for own, average in zip(counts, averages, strict=True):
+        if own and any(totals[start : start + len(own)]):
+            average.recount(totals[start : start + len(own)])
+        start += len(own)
+    now = _parts(averages, chains, update)
+    if [part.tensor.shape for part in now] != [part.tensor.shape for part in parts]:
+        # The others use a unit the other way round: here it is zeros, in memory of another shape.
+        packed = Packed(now)
+        reduction = world.prepare(packed.flats)
     reduction.start()
 
     def finish() -> set[int]:
         reduction.wait()
         packed.unpack()
-        start = len(met)
-        for own, average in zip(counts, averages, strict=True):
-            if own and any(totals[start : start + len(own)]):
-                average.recount(totals[start : start + len(own)])
-            start += len(own)
         return {n for n, ranks in enumerate(totals[: len(met)]) if ranks}
 
     return finish
+
+
+def _parts(averages: Sequence[Average], chains: Chains, update: InverseUpdate | None) -> list[Part]:
+    parts = [part for average in averages for part in average.parts()] + chains.parts()
+    return parts if update is None else parts + update.parts()
 
 
 def blended(average: Average, old: Moments | None, decay: float, used: bool) -> Moments:

@@ -6,11 +6,14 @@ it does not matter how the examples are divided.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from kronfac.curvature.base import Average
 from kronfac.curvature.draws import Draws, child_seed, draw_seed
+from kronfac.curvature.taps import SummedGradient
 from kronfac.distributed import Part, Phase, Ranks
 
 
@@ -34,6 +37,12 @@ class SummedGradients:
             held[vector] = held[vector] + scaled
         else:
             held.append(scaled)
+
+    def add_to(self, averages: Sequence[Average], met: list[bool], world: Ranks) -> None:
+        """Add what all passes and ranks have shown to the averages, and note that these were met."""
+        for n, V in self.total(world):
+            averages[n].add(SummedGradient(V), not met[n], 1.0, 1.0)
+            met[n] = True
 
     def total(self, world: Ranks) -> list[tuple[int, Tensor]]:
         """Numbers of units and their gradients, of all passes and ranks; all of them on rank 0.

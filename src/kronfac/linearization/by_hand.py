@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from kronfac.curvature import Tap
 from kronfac.linalg import take
 from kronfac.linearization.base import Linearization
 from kronfac.linearization.elementwise import ELEMENTWISE, Applied, Slope, apply, slopes
 from kronfac.network import Matrices, ModelCall, Network, Pass, Unit, replay, without_hooks
+from kronfac.network.global_hooks import others_wait
 
 
 @dataclass(frozen=True)
@@ -277,8 +277,7 @@ def _plain(module: nn.Module) -> bool:
     """Whether calling it is what its class says: no hooks, nothing in place, no other forward function."""
     own = module.__dict__  # past `nn.Module.__getattr__`, which is slow to say no
     return not (
-        _global_forward_hooks
-        or _global_forward_pre_hooks
+        others_wait()
         or not without_hooks(module)
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]

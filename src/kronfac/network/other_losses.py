@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
+from kronfac.network.global_hooks import listens_only
 from kronfac.network.nested import tensors_of
 
 
@@ -36,6 +37,7 @@ class OtherLosses:
             return
         me = weakref.ref(self)
 
+        @listens_only
         def hook(module: nn.Module, args: Any, outputs: Any) -> None:
             listener = me()
             if listener is not None and not torch.compiler.is_compiling():
