@@ -16,9 +16,10 @@ PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-c
 PINNED_TORCH := $(shell grep '^torch==' constraints.txt)
 TORCH ?= $(PINNED_TORCH)
 
-# One thread for each of the two test workers.
+# One thread for each of the two test workers. A file goes to one of them as a whole: its tests share the
+# processes, models and pages that its fixtures make.
 PYTEST_ARGS ?=
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(PYTEST_ARGS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
 
 # What `make dist` makes besides the distributions.
 RELEASE := build/release
