@@ -72,9 +72,9 @@ def test_four_processes_by_hand():
     # Two γ every 20 iterations.
     assert four.bytes["inverses"] == pytest.approx(2 * packed * 3 / 4 / 20)
     assert four.bytes["directions"] == 0
-    assert four.bytes["control"] == 6 * 1000 * 3
+    assert four.bytes["control"] == 5 * 1000 * 3
     assert four.communication["statistics"] == pytest.approx(2 * packed * 0.75 / 1e6 + 6e-3)
-    assert four.communication["control"] == pytest.approx(18e-3 + 18e-3)
+    assert four.communication["control"] == pytest.approx(15e-3 + 15e-3)
     costs = [(a**3 + b**3) / 2 for a, b in factors]
     assert four.assignment == (1, 0, 2)
     assert four.balance == pytest.approx(max(costs) * 4 / sum(costs))

@@ -8,8 +8,9 @@ from kronfac.assignment import assign, sums_by_rank
 from kronfac.planning.plan import Memory, Plan, Work
 from kronfac.planning.world import World, WorldPlan
 
-CONTROL_MESSAGES, CONTROL_BYTES = 6, 1000
-"""Messages of a step that ranks agree by, and the bytes of each at the most."""
+CONTROL_MESSAGES, CONTROL_BYTES = 5, 1000
+"""Messages of a step that ranks agree by, four and those of validations and refreshes; bytes of each at the
+most."""
 
 
 def plan_world(plan: Plan, world: World, examples: tuple[int, int, int] | None = None) -> WorldPlan:

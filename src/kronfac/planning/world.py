@@ -10,7 +10,7 @@ one rank (`assignment.py`), and a group of g = f W ranks holds its inverse, with
     inverses     I (g − 1)/g / T₃           of the group that holds most, each γ that is tried
     directions   P (n − 1)/n                from a holder to the rest; 0 if all hold everything
     bases        I (n − 1)/n                EKFAC's, for its second moments in every step
-    control      6 messages of 1 kB         from every rank to every other
+    control      5 messages of 1 kB         from every rank to every other
     parameters   P (W − 1)/W a pass         FSDP's own, if parameters are sharded
 
 `make_world.py` computes it. Nothing overlaps in it, so that seconds are an upper bound for a process that
