@@ -156,17 +156,22 @@ def test_a_signal_at_many_lines(problem, way, steps, settings, number):
 
 def test_ctrl_c_in_a_closure_does_not_wait():
     run = Run.of("perceptron", "closure", 1)
-    before = Everything.of(run.optimizer)
     reached = []
 
     def closure():
         signal.raise_signal(signal.SIGINT)
         reached.append(True)
 
-    with pytest.raises(KeyboardInterrupt):
-        run.optimizer.step(closure)
-    assert not reached
-    before.assert_kept(run.optimizer)
+    # As in a terminal: of a command in the background the signal would be ignored.
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        before = Everything.of(run.optimizer)
+        with pytest.raises(KeyboardInterrupt):
+            run.optimizer.step(closure)
+        assert not reached
+        before.assert_kept(run.optimizer)
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 def test_a_handler_that_does_not_raise_is_called_once_and_the_step_is_taken():
