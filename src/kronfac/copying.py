@@ -79,6 +79,8 @@ class CopyingOptimizer(AveragingOptimizer):
             momentum = momentum_of(buffers, self._own_groups, network)
             state = saving.initial_state(self.settings, eta, network.device)
             state = replace(state, step=replace(state.step, momentum=momentum))
+        if not self._conditions.changed(self.network):
+            self.train()  # or θ would be lost, unless other parameters have been loaded already
         self.network = network
         self._check.memory = GradientMemory() if gradients is None else gradients
         self._conditions.forget()

@@ -33,7 +33,9 @@ def apply_rates(proposer: Proposer, proposal: Proposal, rates: PerParameter) -> 
         nothing = tuple(torch.zeros_like(V) for V in proposal.delta)
         momentum = nothing if proposer.state.momentum is None else proposer.state.momentum
         still = replace(step, predicted_change=0.0, slope=0.0)
-        return replace(proposal, step=still, delta=nothing, momentum=momentum, change=None)
+        return replace(
+            proposal, step=still, delta=nothing, momentum=momentum, slope=0.0, change=None
+        )
     shared = proposal.momentum is proposal.delta
     network = proposer.network
     if rates.uniform:

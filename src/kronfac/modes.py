@@ -24,8 +24,6 @@ class AveragingOptimizer(SteppingOptimizer):
         `train()` takes it out again, to the bit. Without `average_decay`, or before the first step, there
         is no average, and nothing is done.
         """
-        if "_state" not in vars(self):  # there is no model yet
-            return
         state, decay = self._state, self.settings.average_decay
         average = state.average or IterateAverage()
         if decay is None or not state.iteration or average.aside is not None:
@@ -40,7 +38,7 @@ class AveragingOptimizer(SteppingOptimizer):
     @torch.no_grad()
     def train(self) -> None:
         """Put the parameters that training goes on from back into the model, if `eval()` took them out."""
-        average = self._state.average if "_state" in vars(self) else None
+        average = self._state.average
         if average is None or average.aside is None:
             return
         if self.network.shards is not None:

@@ -41,6 +41,8 @@ class Awaited:
     settings: dict[str, Any]
     loaded: dict[str, Any] | None = None
     """A state that will be loaded when the model is known."""
+    evaluates: bool | None = None
+    """Whether the last call was that of `eval()` or that of `train()`; None if there was neither."""
 
 
 class ModelWatch:
@@ -172,6 +174,22 @@ class LateOptimizer(CopyingOptimizer):
         self.param_groups = groups
         if awaited.loaded is not None:
             self.load_state_dict(awaited.loaded)
+        if awaited.evaluates is not None:
+            (self.eval if awaited.evaluates else self.train)()
+
+    def eval(self) -> None:
+        """Put the average of the iterates into the model, as soon as that is known."""
+        if self._awaited is None:
+            super().eval()
+        else:
+            self._awaited.evaluates = True
+
+    def train(self) -> None:
+        """Put the parameters that training goes on from back into the model, as soon as that is known."""
+        if self._awaited is None:
+            super().train()
+        else:
+            self._awaited.evaluates = False
 
     def _need_model(self, closure: Callable[[], Any] | None) -> bool:
         """Find the model if it is not known; whether there is one, and so something to take a step from.

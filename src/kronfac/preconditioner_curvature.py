@@ -59,7 +59,11 @@ class EstimatingCurvature:
     def _evaluate(self, iteration: int) -> Evaluation | None:
         """The mini-batch since the last step, as part of that of all ranks."""
         return spread_out(
-            self._world, self._evaluate_own, iteration=iteration, wrapped=self._wrapped
+            self._world,
+            self._evaluate_own,
+            iteration=iteration,
+            wrapped=self._wrapped,
+            sums=False,
         )[0]
 
     def _evaluate_own(self) -> Evaluation | None:

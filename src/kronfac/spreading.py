@@ -60,6 +60,7 @@ def spread_out(
     *,
     iteration: int,
     wrapped: bool | None,
+    sums: bool = True,
 ) -> tuple[Evaluation | None, bool | None]:
     """This rank's evaluation as part of that of all ranks; None if a rank has nothing to take a step from.
 
@@ -69,6 +70,7 @@ def spread_out(
         iteration: of the step; at the first one it is looked at whether the ranks have the same parameters.
         wrapped: whether something averages gradients over the ranks, as DistributedDataParallel does; None
             to find out.
+        sums: whether gradients are wanted at all; the same on all ranks.
 
     Returns:
         The evaluation, and whether gradients are averaged, if that is known now.
@@ -81,7 +83,7 @@ def spread_out(
         return found, wrapped
     header = _Header(0.0) if found is None else _header(found, iteration, wrapped)
     summing = None
-    if found is not None and not (wrapped and not found.batch.traced):
+    if sums and found is not None and not (wrapped and not found.batch.traced):
         summing = GradientSum(world, found.network, found.fresh)
     each = [] if found is None else terms_of_examples(found.network, found.batch)
     told = [*astuple(header), *map(float, each)]

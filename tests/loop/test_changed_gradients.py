@@ -216,3 +216,22 @@ def test_rho_on_the_next_mini_batch_is_no_larger_for_gradients_that_are_clipped(
             ratios.append(optimizer.report.next_rho)
     assert len(ratios) >= 10
     assert max(ratios[2:]) < 2
+
+
+def test_a_clipped_gradient_predicts_nothing_for_a_step_that_moves_nothing():
+    torch.manual_seed(0)
+    model, loss_fn = (
+        nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(),
+        nn.MSELoss(),
+    )
+    optimizer = KFAC(model, loss_fn)
+    for k in range(14):
+        for group in optimizer.param_groups:
+            group["lr"] = 1.0 if k < 8 else 0.0
+        x = torch.randn(32, 4).double()
+        optimizer.zero_grad()
+        loss_fn(model(x), x[:, :3].sin()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.02)
+        optimizer.step()
+        if k >= 8:
+            assert optimizer.report.predicted_change == 0

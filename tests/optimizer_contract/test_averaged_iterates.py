@@ -249,3 +249,49 @@ def test_the_plan_counts_the_average():
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     assert with_average.memory.state - without.memory.state == size
     assert with_average.memory.rollback == without.memory.rollback
+
+
+def test_one_that_waits_for_its_model_resumes_from_a_state_of_an_evaluation():
+    optimizer = new_optimizer()
+    take(optimizer, range(3))
+    expected = parameters(optimizer)
+    optimizer.eval()
+    model = mlp([3, 6, 2], seed=1)
+    model.load_state_dict(optimizer.model.state_dict())
+    loss_fn = nn.MSELoss()
+    late = KFAC.for_parameters(model.parameters(), loss_fn, lr=1.0, average_decay=DECAY)
+    late.load_state_dict(optimizer.state_dict())
+    late.train()
+    x = normal(20, 3, seed=0)
+    outputs = model(x)
+    assert_same([p.detach() for p in model.parameters()], expected)
+    loss_fn(outputs, x[:, :2].sin()).backward()
+    late.step()
+
+
+@pytest.mark.parametrize("weights_first", [False, True])
+def test_a_state_that_is_loaded_during_an_evaluation_does_not_lose_the_parameters(weights_first):
+    optimizer = new_optimizer()
+    take(optimizer, range(3))
+    expected, state = parameters(optimizer), copy.deepcopy(optimizer.state_dict())
+    weights = copy.deepcopy(optimizer.model.state_dict())
+    take(optimizer, range(3, 4))
+    latest = parameters(optimizer)
+    optimizer.eval()
+    if weights_first:
+        optimizer.model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    optimizer.train()
+    assert_same(parameters(optimizer), expected if weights_first else latest)
+
+
+def test_a_copy_inside_of_its_own_model_has_both_modes():
+    model = mlp([3, 6, 2], seed=1)
+    model.optimizer = KFAC(model, nn.MSELoss(), average_decay=DECAY)
+    take(model.optimizer, range(3))
+    expected = parameters(model.optimizer)
+    model.optimizer.eval()
+    other = copy.deepcopy(model)
+    other.optimizer.train()
+    assert_same([p.detach() for p in other.parameters()], expected)
+    take(other.optimizer, range(3, 4))
