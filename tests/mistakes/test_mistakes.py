@@ -124,26 +124,31 @@ class OwnLoss(nn.Module):
     ids=["of one class", "of the user's"],
 )
 def test_another_loss_module_in_the_loop_is_named(other, name):
+    there = dict(
+        nn.modules.module._global_forward_hooks
+    )  # of optimizers that other tests still hold
     model = network()
     optimizer = KFAC(model, LOSS)
     message = rf"The loop has called {name}, another module than the CrossEntropyLoss that KFAC was"
     with pytest.warns(UserWarning, match=message):
         step_without_closure(optimizer, lambda: other(model(X), Y))
-    assert not nn.modules.module._global_forward_hooks
+    assert nn.modules.module._global_forward_hooks == there
 
 
 def test_nothing_listens_for_other_loss_modules_once_the_optimizer_is_gone():
+    gc.collect()  # optimizers of other tests
+    there = dict(nn.modules.module._global_forward_hooks)
     model = network()
     for end in ("closed", "gone"):
         optimizer = KFAC(model, LOSS)
         model(X)
-        assert nn.modules.module._global_forward_hooks
+        assert len(nn.modules.module._global_forward_hooks) == len(there) + 1
         if end == "closed":
             optimizer.close()
         else:
             del optimizer
             gc.collect()
-        assert not nn.modules.module._global_forward_hooks
+        assert nn.modules.module._global_forward_hooks == there
 
 
 def test_a_functional_loss_in_a_closure_is_seen():
