@@ -124,6 +124,7 @@ class OwnLoss(nn.Module):
     ids=["of one class", "of the user's"],
 )
 def test_another_loss_module_in_the_loop_is_named(other, name):
+    gc.collect()
     there = dict(
         nn.modules.module._global_forward_hooks
     )  # of optimizers that other tests still hold
