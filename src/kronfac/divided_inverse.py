@@ -164,7 +164,7 @@ def describe(packed: Any) -> Any:
 
 
 def symmetric_in(described: Any) -> list[bool]:
-    """Of every tensor, in their order, whether it is symmetric."""
+    """Whether each tensor is symmetric, in their order."""
     if isinstance(described, dict):
         if _TENSOR in described:
             return [described["symmetric"]]

@@ -201,7 +201,7 @@ def test_rho_of_a_clipped_step_is_that_of_the_whole_gradient(
 
 
 def test_rho_on_the_next_mini_batch_is_no_larger_for_gradients_that_are_clipped() -> None:
-    """Of a step that is shorter, more comes true, but not many times more."""
+    """A shorter step does more of what is predicted for it, but not many times more."""
     model = PROBLEM.model().double()
     optimizer = KFAC(model, PROBLEM.loss_fn)
     ratios = []
