@@ -79,7 +79,7 @@ checks: $(DEV)
 
 # For the tests that open a page; they are skipped where it can't be installed.
 browser: $(DEV)
-	@$(BIN)/python -m tests.experiments.browser
+	@$(BIN)/python -m tests.browser
 
 test: checks browser
 	@echo "==> pytest, fast tests"

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac.network import Batch, Buffers, LossCall, ModelCall, Network, Pass, Ref, find_units
+from kronfac.model import Buffers, Network, find_units
 from kronfac.objective import Bernoulli, Categorical, Gaussian, Likelihood, objective_of
+from kronfac.record import Batch, LossCall, ModelCall, Pass, Ref
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile(
@@ -114,7 +115,7 @@ def passes_either_way() -> Any:
     @pytest.fixture(params=["by hand", "by torch"], autouse=True)
     def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         if request.param == "by torch":
-            monkeypatch.setattr("kronfac.linearization.by_hand._way", lambda *_: None)
+            monkeypatch.setattr("kronfac.linearize.by_hand._way", lambda *_: None)
 
     return passes
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from kronfac.fisher_products import fisher_gram, fisher_product
-from kronfac.network import record
 from kronfac.objective import Gaussian
+from kronfac.record import record
+from kronfac.step.fisher_products import fisher_gram, fisher_product
 from tests.conformance import assert_relative
 from tests.conftest import (
     ACTIVATIONS,

@@ -1,4 +1,4 @@
-"""The examples of the README and of docs/using.md are run as they are printed, one after the other."""
+"""The examples of the README are run as they are printed, one after the other."""
 
 import re
 from pathlib import Path
@@ -32,13 +32,3 @@ def test_the_examples_of_the_readme_run(capsys, monkeypatch, tmp_path):
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) < 150
-
-
-def test_the_examples_of_the_guide_run():
-    torch.manual_seed(0)
-    names: dict[str, object] = {}
-    run(ROOT / "docs" / "using.md", 8, names)
-    # What the page shows of it is what it says.
-    assert str(names["plan"]) in (ROOT / "docs" / "using.md").read_text()
-    assert names["k"] == 100
-    assert names["optimizer"].report.loss < 1e-2

@@ -1,11 +1,12 @@
 import copy
 import pickle
+import warnings
 
 import pytest
 
 import kronfac
 from kronfac import EventKind
-from kronfac.report import SAME_EXAMPLES, Event, EventWarnings, StepReport
+from kronfac.report import REJECTED_BY, Event, EventWarnings, StepReport
 
 
 def test_kinds_of_events_are_strings():
@@ -23,12 +24,6 @@ def test_kinds_of_events_are_strings():
         "block_damped",
         "block_plain",
         "out_of_memory",
-        "no_data",
-        "dead_units",
-        "constant_inputs",
-        "batch_of_one",
-        "zero_gradient",
-        "parameters_changed",
         "loss_not_seen",
     ]
     assert all(kind == kind.value and EventKind(kind.value) is kind for kind in EventKind)
@@ -40,15 +35,6 @@ def test_kinds_of_events_are_strings():
         assert copied is EventKind.REFUSED
 
 
-def test_the_old_name_of_a_rejection_still_works():
-    assert EventKind("taken_back") is EventKind.REJECTED
-    assert EventKind.REJECTED == "taken_back"
-    assert "taken_back" == EventKind.REJECTED  # noqa: SIM300
-    assert EventKind.REFUSED != "taken_back"
-    with pytest.raises(ValueError, match="given_up"):
-        EventKind("given_up")
-
-
 def test_a_report_says_what_happened():
     rejected = StepReport(3, 1.0, 1.0, 1.0, events=(Event(EventKind.REJECTED, ""),))
     refused = StepReport(3, 1.0, 1.0, 1.0, events=(Event(EventKind.REFUSED, ""),))
@@ -56,17 +42,40 @@ def test_a_report_says_what_happened():
     assert (refused.rejected, refused.refused) == (False, True)
 
 
-def test_cases_is_the_deprecated_name_of_examples():
-    report = StepReport(1, 1.0, 1.0, 1.0, examples=7)
-    with pytest.warns(DeprecationWarning, match="examples"):
-        assert report.cases == 7
+def told_of(rejected: list[bool], advice: str = "") -> list[str]:
+    """Warnings in a run with these rejections."""
+    warn_of = EventWarnings()
+    event = Event(EventKind.REJECTED, "It rose.", advice or REJECTED_BY["noise"])
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        for k, was in enumerate(rejected, 1):
+            warn_of(StepReport(k, 1.0, 1.0, 1.0, events=(event,) if was else ()))
+    return [str(warning.message) for warning in given]
 
 
-@pytest.mark.parametrize("advice", ["", SAME_EXAMPLES])
-def test_the_advice_to_shuffle_is_not_given_if_mini_batches_do_not_differ(advice: str):
-    event = Event(EventKind.REJECTED, "It rose.", advice)
-    with pytest.warns(UserWarning, match="It rose") as given:
-        EventWarnings()(StepReport(3, 1.0, 1.0, 1.0, events=(event,)))
-    (warning,) = given
-    assert ("shuffle" in str(warning.message)) == (not advice)
-    assert advice in str(warning.message)
+def test_two_rejections_in_ten_steps_are_no_warning():
+    assert not told_of([False, True, True] + 8 * [False] + [True, True])
+
+
+def test_the_third_rejection_in_ten_steps_warns_once_in_two_sentences():
+    (message,) = told_of([True, False, False, True, *(4 * [False]), True, True, True])
+    assert message.startswith("KFAC rejected 3 of the last 10 steps, the latest at iteration 9. ")
+    assert message.count(". ") == 1
+    assert message.endswith(".")
+
+
+@pytest.mark.parametrize("cause", REJECTED_BY)
+def test_the_advice_fits_the_cause(cause):
+    (message,) = told_of(3 * [True], REJECTED_BY[cause])
+    assert ("shuffle" in message.lower()) == (cause == "noise")
+    assert ("float64" in message) == (cause == "rounding")
+
+
+def test_the_first_refused_step_warns_with_its_cause():
+    event = Event(EventKind.REFUSED, "The loss is nan.")
+    warn_of = EventWarnings()
+    with pytest.warns(UserWarning, match=r"KFAC refused a step at iteration 1: The loss is nan\."):
+        warn_of(StepReport(1, 1.0, 1.0, 1.0, events=(event,)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of(StepReport(2, 1.0, 1.0, 1.0, events=(event,)))

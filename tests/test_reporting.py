@@ -126,7 +126,7 @@ def test_the_first_refused_step_warns():
 
 
 @pytest.mark.parametrize("own_closure", [True, False], ids=["closure", "loop"])
-def test_the_first_rejected_step_warns(own_closure):
+def test_the_third_rejected_step_of_ten_warns(own_closure):
     optimizer, x, y = setup()
     sensible = optimizer.settings
 
@@ -140,20 +140,22 @@ def test_the_first_rejected_step_warns(own_closure):
 
     def reject() -> None:
         """A step that is far too long, and one that finds that out."""
-        optimizer.settings = replace(sensible, step_size=RawStep(50.0))
+        optimizer.settings = replace(sensible, step_rule=RawStep(50.0))
         step()
         optimizer.settings = sensible
         step()
         assert optimizer.report.rejected
 
     step()
-    with pytest.warns(
-        UserWarning, match="KFAC rejected a step and rolled it back at iter"
-    ) as given:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reject()
+        reject()
+    with pytest.warns(UserWarning, match="KFAC rejected 3 of the last 10 steps") as given:
         reject()
     assert [w.filename for w in given] == [__file__]
     # All steps are on the same examples.
-    assert "does not differ from the last one" in str(given[0].message)
+    assert "The loss rose on the very mini-batch" in str(given[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         reject()

@@ -30,7 +30,10 @@ ROWS = (
     Question(("Is the loss one of torch's,", "or a likelihood?"), ()),
     Question(
         ("Does print(kronfac.plan(…))", "show a fallback you mind?"),
-        ("give the layer an adapter: kronfac.register;", 'other="refuse" to have an error'),
+        (
+            "give the layer an adapter: kronfac.register;",
+            'Blocks(unsupported="refuse") to have an error',
+        ),
     ),
     Question(("Does it fit into memory?",), ()),
     Question(

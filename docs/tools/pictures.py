@@ -3,9 +3,8 @@
 Each is drawn twice, for light and dark pages; Markdown picks one by `#only-light` or `#only-dark`.
 """
 
-import csv
+import json
 import re
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import kronfac
+from kronfac_experiments.race.records import SECONDS, STEP, TRAINING
 
 DOCS = Path(__file__).resolve().parents[1]
 PICTURES = DOCS / "pictures"
@@ -43,15 +43,11 @@ THEMES = {
 }
 
 
-RACERS = {"K-FAC": "kronfac, defaults", "kfac-jax": "kfac-jax, tuned", "AdamW": "AdamW, tuned"}
-"""Rows of the page, and what the picture calls them."""
-
-
 def main() -> None:
     """Draw everything."""
     PICTURES.mkdir(exist_ok=True)
     (PICTURES / "options.svg").write_text(flow_chart())
-    for name, draw in (("front", front), ("mnist", mnist), ("valley", valley)):
+    for name, draw in (("step_cost", step_cost), ("mnist", mnist), ("valley", valley)):
         for theme, colours in THEMES.items():
             with plt.rc_context(style(colours)):
                 save(draw(colours), PICTURES / f"{name}_{theme}.svg")
@@ -87,51 +83,55 @@ def save(figure: Figure, path: Path) -> None:
     path.write_text(re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE))
 
 
-def front(colours: Colours) -> Figure:
-    """Seconds to a training error of 4, from results/race_mnist.md."""
-    page = (DOCS / "results" / "race_mnist.md").read_text()
-    budget = 150.0
-    bars: list[tuple[str, float, bool]] = []
-    for name, label in RACERS.items():
-        cell = re.search(rf"^\| {name} \| [^|]+ \| 4 \| ([^|]+) \|", page, flags=re.MULTILINE)
-        assert cell, name
-        reached = re.match(r"[\d.]+", cell[1].strip())
-        bars.append((label, float(reached[0]) if reached else budget, bool(reached)))
-    figure, axes = plt.subplots(figsize=(6, 1.9))
-    for row, (label, seconds, reached_it) in enumerate(bars):
-        colour = colours.kfac if row == 0 else colours.others[1]
-        axes.barh(-row, seconds, 0.62, color=colour, alpha=1.0 if reached_it else 0.45)
-        said = f"{seconds:.1f} s" if reached_it else f"not in {budget:.0f} s"
-        axes.text(seconds + 2, -row, said, va="center", weight="bold" if row == 0 else "normal")
-        axes.text(-2, -row, label, va="center", ha="right", weight="bold" if row == 0 else "normal")
-    axes.set_xlim(0, 185)
-    axes.set_yticks([])
+def step_cost(colours: Colours) -> Figure:
+    """A step of K-FAC by part in steps of SGD, from the table of results/step_cost.md."""
+    page = (DOCS / "results" / "step_cost.md").read_text().split("## By part")[1]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    head, *parts = [row for row in rows if not row[0].startswith("-")]
+    names = ["block-diagonal, m = 1000", "m = 5000", "block-tridiagonal, m = 1000", "m = 5000"]
+    assert head[1:] == names
+    figure, axes = plt.subplots(figsize=(7.5, 2.4))
+    shades = (colours.kfac, *colours.others)
+    for row, _ in enumerate(names):
+        left = 0.0
+        for index, (part, *lengths) in enumerate(parts):
+            length = float(lengths[row])
+            axes.barh(
+                -row,
+                length,
+                0.6,
+                left=left,
+                color=shades[index % len(shades)],
+                alpha=1.0 if index < len(shades) else 0.5,
+                label=None if row else part,
+            )
+            left += length
+        axes.text(left + 0.05, -row, f"{left:.1f}", va="center")
+    axes.set_yticks([-row for row, _ in enumerate(names)], names)
+    axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel(
-        "seconds to a training error of 4 on the MNIST autoencoder\n(2 CPU threads, median of 3 seeds)"
-    )
+    axes.set_xlabel("steps of SGD")
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
 def mnist(colours: Colours) -> Figure:
-    """Training error against seconds and iterations, from results/mnist_comparison.csv."""
-    with (DOCS / "results" / "mnist_comparison.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    """Training error against seconds and iterations, from results/runs/autoencoders.jsonl."""
+    lines = (DOCS / "results" / "runs" / "autoencoders.jsonl").read_text().splitlines()
+    runs = [run for run in map(json.loads, lines) if run.get("budget") == {"seconds": 300.0}]
     looks = {
-        "K-FAC, block-diagonal": ("K-FAC", colours.kfac),
-        "AdamW": ("AdamW", colours.others[0]),
-        "Nesterov momentum": ("Nesterov momentum", colours.others[1]),
+        "kfac-paper": ("K-FAC", colours.kfac),
+        "adamw": ("AdamW", colours.others[0]),
+        "nag": ("Nesterov momentum", colours.others[1]),
     }
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
-    for axes, quantity in zip(panels, ("seconds", "iteration"), strict=True):
-        for method, (label, colour) in looks.items():
-            curves = defaultdict(list)
-            for row in rows:
-                if row["method"] == method:
-                    curves[row["seed"]].append((float(row[quantity]), float(row["error"])))
-            for seed, curve in curves.items():
-                x, y = zip(*curve, strict=True)
-                axes.plot(x, y, color=colour, linewidth=1.6, label=label if seed == "0" else None)
+    for axes, column in zip(panels, (SECONDS, STEP), strict=True):
+        for run in runs:
+            if run["contestant"] in looks:
+                label, colour = looks[run["contestant"]]
+                shown = None if run["seed"] else label
+                x, y = zip(*((row[column], row[TRAINING]) for row in run["rows"]), strict=True)
+                axes.plot(x, y, color=colour, linewidth=1.6, label=shown)
         axes.set_yscale("log")
         axes.grid(axis="y", linewidth=0.6)
         axes.set_yticks([2, 5, 10, 20, 50, 100, 200], ["2", "5", "10", "20", "50", "100", "200"])

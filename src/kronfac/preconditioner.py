@@ -4,46 +4,50 @@ No λ rule, no quadratic model, no validation: the length of the step is the oth
 and inverses are those of `KFAC`; so is the saved state, with rules that stay as they are.
 """
 
+import math
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from kronfac import state as saving
-from kronfac.control import Acceptance, FixedDamping, FixedGamma, RawStep
+from kronfac.control import Acceptance, FixedDamping, FixedGamma, Measurement, RawStep
 from kronfac.curvature import (
     ApproximateInverse,
     BlockDiagonalInverse,
+    DampedInverse,
     EigenvalueCorrectedInverse,
     ExactTikhonov,
     Fisher,
+    InputBlock,
+    KroneckerBlock,
     NoTargets,
 )
-from kronfac.distributed import Processes, averages_gradients, inner_model, refuse_distributed
-from kronfac.errors import LoopError, RankError, StateError
-from kronfac.gradient_replacement import (
-    Schedule,
-    clip_factor,
-    replace_gradients,
-    scheduled,
+from kronfac.distributed import World, averages_gradients, inner_model, refuse_distributed
+from kronfac.errors import (
+    LoopError,
+    NonFiniteError,
+    NotPositiveDefiniteError,
+    RankError,
+    StateError,
 )
-from kronfac.groups import Params, groups_of, parameters_in
-from kronfac.network import (
+from kronfac.groups import Params, PerParameter, groups_of, parameters_in
+from kronfac.model import (
     Blocks,
     Buffers,
-    Matrices,
     Network,
-    StandingRecorder,
+    Unit,
     check_moments,
+    dot,
     find_units,
     remove_hooks,
 )
-from kronfac.network.changes import refuse_changes
+from kronfac.model.changes import refuse_changes
+from kronfac.model.precision import full_precision
 from kronfac.objective import objective_of
-from kronfac.precision import full_precision
-from kronfac.preconditioner_curvature import EstimatingCurvature, Sides
+from kronfac.record import Recorder
 from kronfac.settings import (
     AGE,
     FIRST_REFRESHES,
@@ -52,6 +56,18 @@ from kronfac.settings import (
     fisher_of,
     inverse_of,
 )
+from kronfac.step import state as saving
+from kronfac.step.collect import evaluate_loop
+from kronfac.step.curvature_update import curvature_examples, update_curvature
+from kronfac.step.evaluation import Evaluation, join_ranks
+from kronfac.step.grad_scaler import Scaling
+from kronfac.step.refresh import prepare
+from kronfac.step.state import CurrentInverse, State
+from kronfac.warn import warn
+
+Sides = Literal["both", "inputs"]
+Schedule = float | Callable[[int], float]
+"""A number, or one for every count of steps taken."""
 
 COUNTS = ("steps", "updated", "refreshed")
 """Steps in a saved state: all of them, with the last statistics, with the last inverse."""
@@ -62,7 +78,7 @@ EXACT: dict[str, ApproximateInverse] = {
 """Inverses by name, with the damping added to the eigenvalues of A ⊗ G."""
 
 
-class Preconditioner(EstimatingCurvature):
+class Preconditioner:
     """Replaces gradients by preconditioned ones, for any optimizer that comes after it.
 
         V ← (A ⊗ G + damping · I)⁻¹ V     for sides="both",
@@ -162,18 +178,17 @@ class Preconditioner(EstimatingCurvature):
         self.factor_interval, self.inverse_interval = factor_interval, inverse_interval
         self.steps = 0
         """Steps taken."""
-        self._updated = self._refreshed = (
-            0  # the steps with the last statistics and the last inverse
-        )
+        # The steps with the last statistics and the last inverse.
+        self._updated = self._refreshed = 0
         chosen = NoTargets() if sides == "inputs" else fisher_of(fisher)
         self.settings = Settings(
-            inverse=EXACT[inverse]
-            if isinstance(inverse, str) and inverse in EXACT
-            else inverse_of(inverse),
+            inverse=inverse_of(
+                EXACT.get(inverse, inverse) if isinstance(inverse, str) else inverse
+            ),
             fisher=replace(chosen, ema_decay=decay) if chosen.ema_decay is None else chosen,
-            damping=FixedDamping(scheduled("damping", damping, 0)),
+            damping=FixedDamping(_scheduled("damping", damping, 0)),
             gamma=FixedGamma(),
-            step_size=RawStep(1.0),
+            step_rule=RawStep(1.0),
             acceptance=Acceptance(rejection=None, suspicion=None),
             statistics_fraction=statistics_fraction,
             fisher_fraction=statistics_fraction,
@@ -186,11 +201,11 @@ class Preconditioner(EstimatingCurvature):
         trained = None if params is None else parameters_in(groups_of(params, own))
         # Small convolutions and embeddings have an A too, if they have no dense block.
         blocks = Blocks(dense_limit=0) if sides == "inputs" else Blocks()
-        found = find_units(own, "diagonal", blocks, trained)
+        found = find_units(own, blocks, trained)
         self.network = Network(
             own, found.units, found.sites, objective_of(loss), Buffers(own), blocks
         )
-        self._recorder = StandingRecorder(
+        self._recorder = Recorder(
             model, self.network.objective, self.network.parameters, self.network.buffers
         )
         weakref.finalize(self, remove_hooks, self._recorder.handles)
@@ -208,7 +223,7 @@ class Preconditioner(EstimatingCurvature):
             LoopError: there are no gradients, or no call of the model that they are of.
             RankError: another rank has failed, or does something else.
         """
-        self._world = Processes.current()
+        self._world = World.current()
         try:
             with full_precision(self.network.device), self._recorder.paused():
                 self._step()
@@ -252,7 +267,7 @@ class Preconditioner(EstimatingCurvature):
             state, refreshed = self._with_inverse(state), step
         if state.current is None:
             return  # told of
-        replace_gradients(self.network.units, state.current.inverse, self._factor, self._agree)
+        self._replace(state.current.inverse)
         self._state, self.steps = state, step
         self._updated, self._refreshed = updated, refreshed
 
@@ -281,27 +296,158 @@ class Preconditioner(EstimatingCurvature):
                 f"The state was saved with sides={sides!r}; this Preconditioner has {self.sides!r}. Make "
                 "one with the same sides."
             )
-        loaded = saving.load(given["kfac"], self._units(self.network), self.settings, 0.0)
-        network = self.network.continued(loaded.order, loaded.state.curvature, loaded.learned)
-        check_moments(loaded.state.curvature, self._units(network))
-        self.network = network
-        self._state = loaded.state
+        units = self._units(self.network)
+        state, order, learned = saving.unpack_state(given["kfac"], units, self.settings, 0.0)
+        network = self.network.continued(order, state.curvature, learned)
+        check_moments(state.curvature, self._units(network))
+        self.network, self._state = network, state
         self.steps, self._updated, self._refreshed = counts
 
     def close(self) -> None:
         """Remove K-FAC's hooks from the model and the loss; there are no steps from then on."""
         remove_hooks(self._recorder.handles)
-        self._recorder.others.stop()
         self._recorder.forget()
 
-    def _factor(self, gradient: Matrices, direction: Matrices) -> float:
-        """ν, by κ and the learning rate of this step."""
-        if self.kl_clip is None or self.lr is None:
-            return 1.0
-        lr = float(self.lr(self.steps) if callable(self.lr) else self.lr)
-        return clip_factor(gradient, direction, scheduled("kl_clip", self.kl_clip, self.steps), lr)
+    def _replace(self, inverse: DampedInverse) -> None:
+        """p.grad ← ν F̆⁻¹ p.grad, with ν from κ; a parameter without a gradient stays without."""
+        units = self.network.units
+        gradient = tuple(
+            unit.join([torch.zeros_like(p) if p.grad is None else p.grad for p in unit.parameters])
+            for unit in units
+        )
+        direction, nu = inverse.mv(gradient), 1.0
+        if self.kl_clip is not None and self.lr is not None:
+            # ν = min(1, √(κ / (lr² gᵀΔ))), by which lr² Δᵀ F̆ Δ of the step is at most κ
+            lr = float(self.lr(self.steps) if callable(self.lr) else self.lr)
+            length = lr**2 * abs(float(dot(gradient, direction)))
+            kappa = _scheduled("kl_clip", self.kl_clip, self.steps)
+            nu = min(1.0, math.sqrt(kappa / length)) if length else 1.0
+        self._world.gather([], "commit")  # no rank replaces its gradients before all have theirs
+        for unit, V in zip(units, direction, strict=True):
+            for p, part in zip(unit.parameters, unit.split(V), strict=True):
+                if p.grad is not None:
+                    p.grad.copy_(part if nu == 1 else part * nu)
+
+    def _all_finite(self) -> bool:
+        """Whether the gradients of all ranks are finite, which are at the same step."""
+        own = [float(_finite([p.grad for p in self.network.parameters])), float(self.steps)]
+        rows = self._world.gather(own, "gradient")
+        if len({row[1] for row in rows}) > 1:
+            raise RankError(
+                "The ranks have taken different numbers of steps of their Preconditioner: "
+                f"{', '.join(str(int(row[1])) for row in rows)}. Load the same state on all ranks, and "
+                "call step() equally often."
+            )
+        return all(row[0] for row in rows)
+
+    def _evaluate(self, iteration: int) -> Evaluation | None:
+        """The mini-batch since the last step, as part of that of all ranks."""
+        own = evaluate_loop(
+            self._recorder,
+            self.network,
+            weight_decay=PerParameter(0.0),
+            inverse=self.settings.inverse,
+            scaling=Scaling(),
+            who="Preconditioner",
+            needs_loss=False,
+        )
+        if own is not None and self._grad_scaler is not None:
+            scaler = self._grad_scaler
+            scale = float(scaler() if callable(scaler) else scaler.get_scale())
+            own = replace(own, batch=own.batch.scaled(1 / scale))
+        averaged = self._wrapped
+        return join_ranks(self._world, own, iteration=iteration, averaged=averaged, sums=False)[0]
+
+    def _units(self, network: Network) -> list[Unit]:
+        """The units with the blocks that are estimated."""
+        if self.sides == "both":
+            return list(network.units)
+        kronecker = [
+            unit.block if unit.observed and isinstance(unit.block, KroneckerBlock) else None
+            for unit in network.units
+        ]
+        return [
+            replace(unit, block=InputBlock(*unit.shape, block))
+            for unit, block in zip(network.units, kronecker, strict=True)
+        ]
+
+    def _with_statistics(self, evaluation: Evaluation, state: State) -> State:
+        """The state with this mini-batch in its moving averages; as it was if they would not be finite."""
+        self.network = evaluation.network
+        network = replace(evaluation.network, units=self._units(evaluation.network))
+        evaluation = replace(evaluation, network=network)
+        m = Measurement(iteration=state.iteration + 1, examples=evaluation.examples)
+        with network.buffers.preserved():
+            some = curvature_examples(self.settings, evaluation, m)
+            curvature, current, generator = update_curvature(
+                self.settings, evaluation, some, state, m
+            )
+        if not _finite([number for block in curvature.blocks for number in block.probe()]):
+            self._warn(
+                "statistics",
+                "The statistics of a mini-batch are not finite: Preconditioner.step() has left them out. "
+                "Look for infinite inputs or activations.",
+            )
+            return state
+        return replace(
+            state,
+            iteration=m.iteration,
+            curvature=curvature,
+            current=current,
+            generator=generator,
+        )
+
+    def _with_inverse(self, state: State) -> State:
+        """The state with a new inverse; the last good one stays where there is none."""
+        damping, current = _scheduled("damping", self.damping, self.steps), state.current
+        if state.curvature is None:
+            return state
+        if current and (current.iteration, current.lambda_) == (state.iteration, damping):
+            return state  # there is nothing new to invert
+        old = None if state.current is None else state.current.inverse
+        failure = ""
+        try:
+            prepared = prepare(self.settings.inverse, state.curvature, self._world)
+            made = prepared.damped(math.sqrt(damping))
+            failure = "; ".join(message for _, message in made.failures)
+            inverse = made.completed_by(old)
+        except (NonFiniteError, NotPositiveDefiniteError) as error:
+            inverse, failure = old, str(error)
+        if failure:
+            what = "gradients stay as they are" if inverse is None else "the last one stays in use"
+            self._warn("inverse", f"There is no inverse: {failure} {what}. Raise the damping.")
+        if inverse is None:
+            return state
+        return replace(state, current=CurrentInverse(inverse, state.iteration, damping))
+
+    def _warn(self, kind: str, message: str) -> None:
+        """Warn once of each kind."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warn(message)
 
 
 def _due(step: int, last: int, interval: int) -> bool:
     """Whether it is time again, counted as KFAC counts its refreshes."""
     return step <= FIRST_REFRESHES or step - last >= min(AGE * step, interval)
+
+
+def _finite(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether all numbers are, asked once."""
+    sums = [t.sum(dtype=torch.float64).cpu() for t in tensors if t is not None]
+    return not sums or bool(torch.stack(sums).isfinite().all())
+
+
+def _scheduled(name: str, given: Schedule, steps: int) -> float:
+    """The value of a schedule.
+
+    Raises:
+        ValueError: it is not positive and finite.
+    """
+    value = given(steps) if callable(given) else given
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(
+            f"Preconditioner's {name} is a positive number, or a function from the number of steps to one; "
+            f"got {value!r}."
+        )
+    return float(value)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kronfac.control import GammaSearch, LevenbergMarquardt, QuadraticModel
+from kronfac.control import GammaSearch, LevenbergMarquardtRule, QuadraticModel
 from kronfac.settings import First
 
 
@@ -16,9 +16,9 @@ def paper() -> dict[str, Any]:
     τ₂ = 1, which is `paper() | {"fisher_fraction": 1.0}`.
     """
     return {
-        "damping": LevenbergMarquardt(lambda_=150.0, interval=5, decay=19 / 20),
+        "damping": LevenbergMarquardtRule(lambda_=150.0, interval=5, decay=19 / 20),
         "gamma": GammaSearch(interval=20, factor=(19 / 20) ** 0.5, maximum=1.0),
-        "step_size": QuadraticModel(momentum=True),
+        "step_rule": QuadraticModel(momentum=True),
         "statistics_fraction": First(1 / 8),
         "fisher_fraction": First(1 / 4),
         "inverse_interval": 20,

@@ -2,26 +2,18 @@
 
 import logging
 import time
-import warnings
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 from torch.autograd.profiler import record_function
 
-from kronfac.interrupts import poll
 from kronfac.warn import warn
-
-_RENAMED = {"taken_back": "rejected"}
-"""Kinds of events by their names in the release before."""
 
 
 class EventKind(str, Enum):
-    """What an event is about; equal to the string of its value.
-
-    `"taken_back"`, the name of `REJECTED` in the release before, still works: `EventKind("taken_back")`,
-    `event.kind == "taken_back"`.
-    """
+    """What an event is about; equal to the string of its value."""
 
     REFUSED = "refused"
     """Loss, gradient or statistics are not finite: no step was made."""
@@ -47,29 +39,8 @@ class EventKind(str, Enum):
     """Some units have no inverse and never had one: the plain gradient is used for them."""
     OUT_OF_MEMORY = "out_of_memory"
     """There was no memory for the inverse with one γ that was tried."""
-    NO_DATA = "no_data"
-    """No gradient came to some layers."""
-    DEAD_UNITS = "dead_units"
-    """Outputs of layers that no gradient comes to, as of a ReLU that is always 0."""
-    CONSTANT_INPUTS = "constant_inputs"
-    """Inputs of layers that do not vary."""
-    BATCH_OF_ONE = "batch_of_one"
-    """The mini-batch has one example."""
-    ZERO_GRADIENT = "zero_gradient"
-    """All gradients are zero."""
-    PARAMETERS_CHANGED = "parameters_changed"
-    """Somebody else has written to the parameters since the last step."""
     LOSS_NOT_SEEN = "loss_not_seen"
     """The closure returned something else than the loss module's value."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> "EventKind | None":
-        return cls(_RENAMED[value]) if isinstance(value, str) and value in _RENAMED else None
-
-    def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, _RENAMED.get(other, other) if isinstance(other, str) else other)
-
-    __hash__ = str.__hash__
 
     def __str__(self) -> str:
         return str(self.value)
@@ -82,7 +53,7 @@ class Event:
     kind: EventKind
     message: str
     advice: str = ""
-    """What to do about it, if that is not the same for all events of the kind."""
+    """What to do about it."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +67,7 @@ class StepReport:
     iteration: int
     """k, counted from 1; a refused step repeats the number of the one it would have been."""
     loss: float
-    """The loss as the closure returned it, without the weight-decay term; NaN if a loop's loss is not
-    seen."""
+    """The loss as the closure returned it, without the weight-decay term."""
     lambda_: float
     """λ after this step."""
     gamma: float
@@ -122,8 +92,6 @@ class StepReport:
     """Wall-clock time by part. On an accelerator, work is queued: only the sum means something."""
     events: tuple[Event, ...] = ()
     """What went wrong, and what was done about it."""
-    notes: tuple[Event, ...] = ()
-    """What is out of the ordinary in data or network, when it begins; nothing went wrong."""
 
     @property
     def refused(self) -> bool:
@@ -138,39 +106,26 @@ class StepReport:
         """Whether the step before this one was rejected and rolled back."""
         return any(event.kind is EventKind.REJECTED for event in self.events)
 
-    @property
-    def cases(self) -> int:
-        """Deprecated: `examples`."""
-        message = (
-            "StepReport.cases is now StepReport.examples; the old name goes with the next release."
-        )
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.examples
 
-
-_ADVICE = {
-    EventKind.REFUSED: (
-        "refused a step",
-        "Parameters and state stay as they were. Look for NaN or infinity in the inputs, the targets and "
-        "what the model makes of this mini-batch",
+RECENT, MANY = 10, 3
+"""So many rejections in so many steps are worth a warning; a few are normal in a good run."""
+REJECTED_BY = {
+    "noise": (
+        "Mini-batches differ by more than a step gains: shuffle the examples, or use larger ones."
     ),
-    EventKind.REJECTED: (
-        "rejected a step and rolled it back",
-        "One now and then is no mistake. If many are, shuffle the examples or take larger mini-batches",
+    "model": (
+        "The loss rose on the very mini-batch that the step was computed from: check that the model does "
+        "not draw random numbers of its own, and that the whole loss is computed where KFAC sees it."
+    ),
+    "rounding": (
+        "The loss changes by little more than its rounding error: train in float64, or stop here."
+    ),
+    "gradients": (
+        "Gradients of earlier steps were added to its own: call optimizer.zero_grad() before each "
+        "backward(), or once before several micro-batches."
     ),
 }
-SAME_EXAMPLES = (
-    "One now and then is no mistake. This mini-batch does not differ from the last one, so that it is the "
-    "quadratic model that failed, and λ is larger from now on. If many are rejected, see to it that KFAC "
-    "sees the loss, and use float64 if the loss is near its rounding error"
-)
-"""Advice with a rejected step if it is no noise between mini-batches that rejected it."""
-NOT_ZEROED = (
-    "Gradients of earlier steps were added to its own, as an earlier warning says: call "
-    "optimizer.zero_grad() before each backward(), or once before several micro-batches"
-)
-"""The same if gradients were not zeroed."""
-
+"""What to do about steps that are rejected, by the cause."""
 
 LOGGER = logging.getLogger("kronfac")
 _LOUD = {
@@ -184,27 +139,36 @@ _LOUD = {
 
 def log_events(report: StepReport) -> None:
     """Log what happened in a step to the logger `"kronfac"`."""
-    for event in (*report.events, *report.notes):
+    for event in report.events:
         level = logging.WARNING if event.kind in _LOUD else logging.INFO
         LOGGER.log(level, "iteration %d: %s: %s", report.iteration, event.kind, event.message)
 
 
 class EventWarnings:
-    """Warns of the first step that is refused, and of the first that is rejected."""
+    """Warns once of refused steps, at the first, and once of rejected ones, when there are many."""
 
     def __init__(self) -> None:
         self._given: set[EventKind] = set()
+        self._rejected: deque[bool] = deque(maxlen=RECENT)
 
     def __call__(self, report: StepReport) -> None:
         """Look at what a step did."""
+        self._rejected.append(report.rejected)
         for event in report.events:
-            if event.kind in _ADVICE and event.kind not in self._given:
+            if event.kind in self._given:
+                continue
+            if event.kind is EventKind.REFUSED:
                 self._given.add(event.kind)
-                done, advice = _ADVICE[event.kind]
-                advice = event.advice or advice
                 warn(
-                    f"KFAC {done} at iteration {report.iteration}: {event.message} {advice}. Further ones "
-                    f"are in optimizer.report.{event.kind} only."
+                    f"KFAC refused a step at iteration {report.iteration}: {event.message} Parameters and "
+                    "state stay as they were; look for NaN or infinity in the inputs, the targets and the "
+                    "model's outputs for this mini-batch."
+                )
+            if event.kind is EventKind.REJECTED and sum(self._rejected) >= MANY:
+                self._given.add(event.kind)
+                warn(
+                    f"KFAC rejected {sum(self._rejected)} of the last {RECENT} steps, the latest at "
+                    f"iteration {report.iteration}. {event.advice}"
                 )
 
 
@@ -226,7 +190,6 @@ class _Part:
         self._seconds, self._part = seconds, part
 
     def __enter__(self) -> None:
-        poll()
         self._range = None
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             self._range = record_function(f"kronfac.{self._part}")

@@ -1,6 +1,7 @@
 """The choices that a user makes, and what follows from them: when to refresh, on how many examples."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -59,21 +60,19 @@ class Settings:
     fisher: Fisher
     damping: AnyDampingRule
     gamma: AnyGammaRule
-    step_size: StepRule
+    step_rule: StepRule
     acceptance: Acceptance
     statistics_fraction: float | None
     fisher_fraction: float | None
     inverse_interval: int | None
     inverse_lag: int = 0
-    inverse_share: float = 1.0
     clip: float | None = None
-    average_decay: float | None = None
 
     def __post_init__(self) -> None:
         kinds: tuple[tuple[str, type[Rule[Any]], str], ...] = (
             ("damping", DampingRule, "FixedDamping(0.1)"),
             ("gamma", GammaRule, "FixedGamma(0.1)"),
-            ("step_size", StepRule, "RawStep(0.1)"),
+            ("step_rule", StepRule, "RawStep(0.1)"),
             ("acceptance", Acceptance, "Acceptance()"),
         )
         for name, kind, remedy in kinds:
@@ -93,21 +92,10 @@ class Settings:
                 f"inverse_lag must be between 0 and {largest}: a background refresh has to be adopted "
                 f"before the next one starts. Got {self.inverse_lag}."
             )
-        if not (isinstance(self.inverse_share, (int, float)) and 0 < self.inverse_share <= 1):
-            raise ValueError(
-                "KFAC's inverse_share is the share of the processes that hold the inverse of a unit, above "
-                "0 and at most 1: 1.0 if all hold all of them, 1/W or less if each of W processes holds "
-                f"its own. Got {self.inverse_share!r}."
-            )
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(
                 f"KFAC's clip is the largest Fisher norm of a step, positive and finite, or None; got "
                 f"{self.clip}."
-            )
-        if self.average_decay is not None and not 0 <= self.average_decay < 1:
-            raise ValueError(
-                "KFAC's average_decay, of the average of the iterates, lies in [0, 1), such as 0.99, or is "
-                f"None; got {self.average_decay}."
             )
         self.gamma.check_interval(self.inverse_interval)
 
@@ -154,6 +142,32 @@ class Settings:
 
 def _share(chosen: float | None, usual: float, least: float) -> float:
     return max(usual, min(1.0, least)) if chosen is None else chosen
+
+
+# ------------------------------------------------------------------------------------------ arguments
+
+REMEDIES = {
+    "momentum": "K-FAC finds μ itself in every step; step_rule=QuadraticModel(momentum=False) has none.",
+    "nesterov": "K-FAC finds α and μ itself in every step.",
+    "betas": "K-FAC's moving averages have one decay: fisher=SampledFisher(ema_decay=…).",
+    "eps": "K-FAC's damping is λ and γ: damping=FixedDamping(…), gamma=FixedGamma(…).",
+    "amsgrad": "That is Adam's.",
+    "foreach": "K-FAC works on matrices of its own.",
+    "fused": "K-FAC works on matrices of its own.",
+    "maximize": "Minimise the negative loss.",
+    "average_decay": "Keep an average with torch.optim.swa_utils.AveragedModel.",
+    "verbose": "Print the plan with print(kronfac.plan(model, loss, example)).",
+    "other": "Use blocks=Blocks(unsupported='refuse').",
+    "inverse_share": "All ranks hold all inverses.",
+}
+"""What to do instead of an argument that other optimizers have, or that KFAC had."""
+
+
+def refuse_unknown(unknown: Mapping[str, Any]) -> None:
+    """Raise a TypeError for arguments that KFAC does not have."""
+    for name, value in unknown.items():
+        remedy = REMEDIES.get(name, "Its arguments are in help(kronfac.KFAC).")
+        raise TypeError(f"KFAC has no argument {name!r}; got {name}={value!r}. {remedy}")
 
 
 # ---------------------------------------------------------------------------------------------- names

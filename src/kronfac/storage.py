@@ -1,13 +1,11 @@
 """Values made of tensors, numbers and tuples, to plain dictionaries and back, checked on the way.
 
 `torch.load(weights_only=True)` reads plain containers only. The type hints of a dataclass say how its plain
-form is read: nothing may be missing or unknown, tensors and numbers are finite, and
+form is read: nothing may be missing, unknown or of another type, and tensors are finite. A hint
+`Annotated[…, PER_UNIT]` marks a vector in parameter space: one matrix V (rows, columns) per unit.
 
-    Annotated[float, Range(0)]     is at least 0,
-    Annotated[…, PER_UNIT]         is a vector in parameter space: one matrix V (rows, columns) per unit.
-
-A `Storable` is written with the name of its class, so that what was saved comes back as what it was, also
-for classes from outside the package. It says itself which shapes its tensors have.
+A `Storable` is written with the qualified name of its class, so that it comes back as the same class, also
+for classes from outside the package. Its `shapes` are the shapes that its tensors must have.
 """
 
 import types
@@ -29,7 +27,6 @@ import torch
 from torch import Tensor
 
 from kronfac.errors import StateError
-from kronfac.ranges import Range
 
 T = TypeVar("T")
 
@@ -54,6 +51,17 @@ Shapes = Mapping[str, Shape | list[Shape]]
 """By field, the shape of its tensors or a list of those allowed."""
 
 
+def qualified_name(kind: type) -> str:
+    """The name that a class is saved by.
+
+    Classes of this package go by "kronfac" and their own name, so that a state survives a module's move;
+    all others by their module and name, so that equal names in two modules are two classes.
+    """
+    package = __name__.partition(".")[0]
+    own = kind.__module__.partition(".")[0] == package
+    return f"{package if own else kind.__module__}.{kind.__qualname__}"
+
+
 class Storable:
     """A frozen dataclass of tensors, numbers, strings, tuples and further such dataclasses."""
 
@@ -61,7 +69,7 @@ class Storable:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        Storable._classes[cls.__name__] = cls
+        Storable._classes[qualified_name(cls)] = cls
 
     def shapes(self, rows: int, columns: int) -> Shapes:
         """The shapes of its tensors for a unit (rows, columns); what is left out is not checked."""
@@ -110,7 +118,11 @@ def pack(value: Any) -> Any:
     """Plain dicts, lists, tensors and numbers."""
     if is_dataclass(value) and not isinstance(value, type):
         packed = {f.name: pack(getattr(value, f.name)) for f in fields(value)}
-        return {CLASS: type(value).__name__, **packed} if isinstance(value, Storable) else packed
+        return (
+            {CLASS: qualified_name(type(value)), **packed}
+            if isinstance(value, Storable)
+            else packed
+        )
     if isinstance(value, dict):
         return {key: pack(item) for key, item in value.items()}
     return [pack(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -131,7 +143,7 @@ class Unpacker:
     Args:
         device: of all tensors.
         units: what vectors in parameter space have to fit; None if that is not known.
-        classes: those to prefer to others of the same name.
+        classes: preferred to others of the same name, as when a notebook defines a class again.
     """
 
     def __init__(
@@ -141,14 +153,14 @@ class Unpacker:
         classes: Iterable[type] = (),
     ) -> None:
         self._device, self._units = device, units
-        self._classes = Storable._classes | {kind.__name__: kind for kind in classes}
+        self._classes = Storable._classes | {qualified_name(kind): kind for kind in classes}
         self._placed: dict[int, Tensor] = {}
 
     def unpack(self, kind: type[T], packed: Any, name: str = "") -> T:
         """The value of this type, which may be any type hint; `name` is for errors.
 
         Raises:
-            StateError: something is missing, unknown, of another type or out of its range.
+            StateError: something is missing, unknown or of another type, or a tensor is not finite.
         """
         value: T = self._value(kind, packed, name)
         return value
@@ -165,7 +177,7 @@ class Unpacker:
             return self._mapping(hint, packed, name)
         if hint is Tensor and isinstance(packed, Tensor):
             return self._tensor(packed, name)
-        return _scalar(hint, packed, marks, name)
+        return _scalar(hint, packed, name)
 
     def _mapping(self, hint: Any, packed: dict[str, Any], name: str) -> Any:
         if get_origin(hint) is dict:
@@ -254,17 +266,13 @@ def _check_vector(vector: Sequence[Tensor], units: Sequence[Layout], name: str) 
         _check_tensor(V, [(unit.rows, unit.columns)], unit, name, {})
 
 
-def _scalar(hint: Any, packed: Any, marks: Sequence[Any], name: str) -> Any:
-    """A number in its range, a bool or a string."""
+def _scalar(hint: Any, packed: Any, name: str) -> Any:
+    """A number, a bool or a string."""
     if hint is float and type(packed) is int:
         packed = float(packed)
     known = hint in (int, float, bool, str) and isinstance(packed, hint)
     if not known or isinstance(packed, bool) != (hint is bool):
         raise StateError(_mismatch([hint], packed, name))
-    if hint in (int, float):
-        allowed = next((mark for mark in marks if isinstance(mark, Range)), Range())
-        if packed not in allowed:
-            raise StateError(f"{_whose(name)} must be {allowed}; got {packed}.")
     return packed
 
 

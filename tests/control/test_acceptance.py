@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kronfac import Acceptance
 from kronfac.control.acceptance import DECAY, AcceptanceState, Losses, Pending
 from kronfac.control.base import Measurement
+from kronfac.extend import Acceptance
 from tests.conftest import seeded
 
 STEPS = 5000
@@ -61,14 +61,20 @@ def test_a_rise_by_ten_deviations_is_hardly_ever_accepted():
 
 
 @pytest.mark.parametrize(
-    ("before", "differed"), [(1.0, False), (1 + 1e-15, False), (1.1, True)], ids=str
+    ("before", "after", "reason"),
+    [
+        (1.0, 5.0, "model"),
+        (1 + 1e-15, 5.0, "model"),
+        (1.1, 5.0, "noise"),
+        (1.0, 1.0 + 3e-13, "rounding"),
+    ],
 )
-def test_a_rejection_says_whether_mini_batches_differed(before: float, differed: bool):
+def test_a_rejection_has_a_reason(before: float, after: float, reason: str):
     """The loss was 1 before the step on its own mini-batch, and is `before` on the next one."""
     pending = Pending((), 1, 1.0, 0.0, predicted_change=-1e-3, curvature_share=1.0)
     state = AcceptanceState(pending=pending)
     m = Measurement(iteration=2, precision=torch.finfo(torch.float64).eps)
-    verdict = Acceptance().validate(state, m, Losses(5.0, before, 0.0))
+    verdict = Acceptance().validate(state, m, Losses(after, before, 0.0))
     assert verdict is not None
     assert verdict.cause is not None
-    assert verdict.differed is differed
+    assert verdict.reason == reason

@@ -8,7 +8,7 @@ from kronfac.control import (
     AdaptiveDamping,
     DampingState,
     FixedDamping,
-    LevenbergMarquardt,
+    LevenbergMarquardtRule,
     Measurement,
 )
 
@@ -88,7 +88,7 @@ def test_a_step_that_lambda_makes_invisible_divides_it_by_ten():
 def test_the_papers_rules_see_rejections_too():
     """After a step after which the loss is not finite, which is rejected whatever the rule."""
     back = measured(math.nan, rejected=True)
-    assert moved(LevenbergMarquardt(), 1.0, back) == pytest.approx((20 / 19) ** 5)
+    assert moved(LevenbergMarquardtRule(), 1.0, back) == pytest.approx((20 / 19) ** 5)
     assert moved(FixedDamping(0.3), 0.3, back) == 0.3
 
 

@@ -9,19 +9,14 @@ from kronfac import (
     AdaptiveDamping,
     AdaptiveGamma,
     ConjugateGradients,
-    DampingRule,
-    DampingState,
     FixedDamping,
     FixedGamma,
-    GammaRule,
     GammaSearch,
-    GammaState,
-    LevenbergMarquardt,
-    LongMemory,
+    LevenbergMarquardtRule,
     QuadraticModel,
     RawStep,
-    TiedGamma,
 )
+from kronfac.extend import DampingRule, DampingState, GammaRule, GammaState, LongMemory
 from kronfac.testing import check_damping_rule, check_gamma_rule, check_step_rule, check_units
 
 
@@ -34,7 +29,6 @@ from kronfac.testing import check_damping_rule, check_gamma_rule, check_step_rul
         GammaSearch(interval=1, criterion="objective"),
         FixedGamma(),
         FixedGamma(0.3),
-        TiedGamma(),
     ],
     ids=str,
 )
@@ -47,7 +41,7 @@ def test_rules_for_gamma(rule):
     [
         AdaptiveDamping(),
         AdaptiveDamping(0.3, search=None),
-        LevenbergMarquardt(),
+        LevenbergMarquardtRule(),
         FixedDamping(0.0),
     ],
     ids=str,
@@ -77,9 +71,8 @@ def test_rules_for_the_step(rule):
         AdaptiveGamma(),
         AdaptiveGamma(strength=None),
         FixedGamma(),
-        TiedGamma(),
         AdaptiveDamping(),
-        LevenbergMarquardt(),
+        LevenbergMarquardtRule(),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from kronfac import KFAC, ConjugateGradients, FixedDamping, FixedGamma, Gaussian
-from kronfac.fisher_products import fisher_product
+from kronfac.step.fisher_products import fisher_product
 from tests.conformance import assert_relative
 from tests.conftest import LIKELIHOODS, batch, mlp, network_of, normal, passes_either_way
 from tests.reference import dense
@@ -57,7 +57,7 @@ def first_step(cg_steps):
         weight_decay=ETA,
         damping=FixedDamping(LAMBDA),
         gamma=FixedGamma(0.5),
-        step_size=ConjugateGradients(momentum=False, cg_steps=cg_steps),
+        step_rule=ConjugateGradients(momentum=False, cg_steps=cg_steps),
     )
     before = dense.theta(model).clone()
     B = dense.exact_fisher(model, x, "gaussian") + (LAMBDA + ETA) * torch.eye(len(before)).double()
@@ -95,7 +95,7 @@ def test_enough_steps_reach_the_minimiser_and_stop_there():
 def test_momentum_starts_lower_and_ends_no_higher():
     """From the second iteration on the previous update is a direction too; ρ stays near 1."""
     model, x, y = mlp([3, 6, 2]), normal(40, 3), normal(40, 2, seed=1)
-    optimizer = KFAC(model, Gaussian(), step_size=ConjugateGradients(cg_steps=6))
+    optimizer = KFAC(model, Gaussian(), step_rule=ConjugateGradients(cg_steps=6))
     losses = [float(optimizer.step(optimizer.closure(x, y))) for _ in range(15)]
     assert all(b <= a for a, b in pairwise(losses))
     assert optimizer.report.mu is not None

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from kronfac.control import FixedGamma, GammaSearch, GammaState, Measurement, TiedGamma
+from kronfac.control import FixedGamma, GammaSearch, GammaState, Measurement
 
 OMEGA = (19 / 20) ** 10  # √(19/20) ^ 20
 
@@ -54,7 +54,6 @@ def test_between_searches_gamma_stays(iteration):
         (GammaSearch(minimum=0.5), 0.01, 0.0, 0.5),
         (FixedGamma(), 3.0, 1.0, 2.0),
         (FixedGamma(0.7), 3.0, 1.0, 0.7),
-        (TiedGamma(), 3.0, 1.0, 2.0),
     ],
 )
 def test_first_gamma(rule, lambda_, weight_decay, expected):
@@ -64,10 +63,6 @@ def test_first_gamma(rule, lambda_, weight_decay, expected):
 
 def test_fixed_gamma_stays():
     assert candidates(FixedGamma(0.7), 20, 0.7, 150.0, 1e-5) == (0.7,)
-
-
-def test_tied_gamma_follows_lambda():
-    assert candidates(TiedGamma(), 7, 99.0, 3.0, 1.0) == (2.0,)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +78,6 @@ def test_searches_happen_where_the_inverse_is_refreshed(search, refresh, fits):
         with pytest.raises(ValueError, match="multiple of inverse_interval"):
             rule.check_interval(refresh)
     FixedGamma().check_interval(refresh)
-    TiedGamma().check_interval(refresh)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from kronfac.control import DampingState, FixedDamping, LevenbergMarquardt, Measurement
+from kronfac.control import DampingState, FixedDamping, LevenbergMarquardtRule, Measurement
 
 OMEGA = (19 / 20) ** 5
 
@@ -30,13 +30,13 @@ def updated(rule, lambda_: float, rho: float) -> float:
 )
 def test_rule_of_the_paper(rho, factor):
     """ρ > ¾: λ ← ω₁λ; ρ < ¼: λ ← λ/ω₁, ω₁ = (19/20)^T₁, T₁ = 5 [MG15 §6.5]."""
-    rule = LevenbergMarquardt(lambda_=150.0)
+    rule = LevenbergMarquardtRule(lambda_=150.0)
     assert updated(rule, 8.0, rho) == pytest.approx(8.0 * factor, rel=1e-14)
 
 
 @pytest.mark.parametrize(("interval", "decay"), [(1, 0.95), (5, 0.9), (10, 1.0)])
 def test_omega_is_the_decay_of_a_whole_interval(interval, decay):
-    rule = LevenbergMarquardt(interval=interval, decay=decay)
+    rule = LevenbergMarquardtRule(interval=interval, decay=decay)
     assert updated(rule, 1.0, 1.0) == pytest.approx(decay**interval, rel=1e-14)
     assert [k for k in range(1, 31) if rule.measures(k) == "own"] == list(
         range(interval, 31, interval)
@@ -44,7 +44,7 @@ def test_omega_is_the_decay_of_a_whole_interval(interval, decay):
 
 
 def test_down_and_up_again_is_where_it_was():
-    rule = LevenbergMarquardt()
+    rule = LevenbergMarquardtRule()
     assert updated(rule, updated(rule, 3.0, 1.0), 0.0) == pytest.approx(3.0, rel=1e-14)
 
 
@@ -55,7 +55,7 @@ def test_fixed_damping_never_measures_nor_moves():
 
 
 @pytest.mark.parametrize("lambda_", [-1.0, math.inf, math.nan])
-@pytest.mark.parametrize("rule", [LevenbergMarquardt, FixedDamping])
+@pytest.mark.parametrize("rule", [LevenbergMarquardtRule, FixedDamping])
 def test_lambda_is_finite_and_not_negative(rule, lambda_):
     with pytest.raises(ValueError, match="λ is finite"):
         rule(lambda_=lambda_)
@@ -72,4 +72,4 @@ def test_lambda_is_finite_and_not_negative(rule, lambda_):
 )
 def test_settings_are_checked(settings, what):
     with pytest.raises(ValueError, match=what):
-        LevenbergMarquardt(**settings)
+        LevenbergMarquardtRule(**settings)

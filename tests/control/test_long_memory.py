@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kronfac import ConjugateGradients, QuadraticModel
 from kronfac.control import LongMemory, Measurement, MemoryState, StepState
-from kronfac.control.quadratic_form import model_change
+from kronfac.control.base import model_change
 
 EPS = 1e-16
 FREE = QuadraticModel()

@@ -16,7 +16,7 @@ from kronfac.control import (
     StepState,
     clip_to_objective,
 )
-from kronfac.control.quadratic_form import model_change
+from kronfac.control.base import model_change
 from tests.conftest import ALGEBRA, AUTODIFF, mlp, normal, spd
 from tests.reference import dense
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from kronfac.curvature import EigenvalueCorrectedInverse, ExactFisher, ExactTikhonov
-from kronfac.fisher_products import fisher_gram
 from kronfac.linalg import KroneckerProduct
+from kronfac.step.fisher_products import fisher_gram
 from tests.conformance import assert_relative
 from tests.conftest import batch, mlp, network_of, normal, random_targets
 from tests.curvature.test_estimate import curvature_of, estimate_on

@@ -46,7 +46,7 @@ class Part:
 
     a: list[torch.Tensor]
     g: list[torch.Tensor]
-    interleaved = False
+    apart = True
 
     @property
     def examples(self):

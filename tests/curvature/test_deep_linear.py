@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from kronfac.curvature import DenseBlock, ExactFisher, KroneckerBlock
-from kronfac.network import record
+from kronfac.record import record
 from tests.conftest import AUTODIFF, batch, mlp, network_of, normal
 from tests.curvature.test_estimate import curvature_of, estimate_on
 from tests.reference import dense

@@ -1,16 +1,15 @@
 """Random numbers by the numbers of terms: the same for any division over ranks and chunks, and few."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kronfac.curvature.draws import BLOCK, Draws, child_seed
 from kronfac.curvature.estimate import Sample, estimate
-from kronfac.curvature.fisher import ExactFisher, SampledFisher
-from kronfac.distributed import Place
-from kronfac.linearization import linearize
+from kronfac.curvature.fisher import BLOCK, Draws, ExactFisher, SampledFisher, child_seed
+from kronfac.linearize import linearize
 from kronfac.objective import Categorical
 from kronfac.storage import tensors_in
 from tests.conftest import ALGEBRA, LIKELIHOODS, batch, mlp, network_of, normal, seeded
@@ -127,19 +126,19 @@ def test_the_statistics_of_a_rank_draw_for_its_own_terms():
     network = network_of(model, CountingCategorical())
     blocks = [unit.block for unit in network.units]
 
-    def statistics(rows: Tensor, place: Place | None) -> list[Tensor]:
+    def statistics(rows: Tensor, **place: Any) -> list[Tensor]:
         CountingCategorical.terms = 0
         passes = batch(network, rows).passes
-        sample = Sample(passes, lambda part: linearize(network, part), place=place)
+        sample = Sample(passes, lambda part: linearize(network, part), **place)
         curvature = estimate(sample, blocks, SampledFisher(), seeded(2))
         return [block.G for block in curvature.blocks]
 
-    whole = statistics(x, None)
+    whole = statistics(x)
     assert CountingCategorical.terms == ranks * own
     total = [torch.zeros_like(G) for G in whole]
     for rank in range(ranks):
-        place = Place(ranks * own, ranks * own, [(ranks * own, rank * own)])
-        found = statistics(x[rank * own : (rank + 1) * own], place)
+        rows = x[rank * own : (rank + 1) * own]
+        found = statistics(rows, total=ranks * own, heads=[(ranks * own, rank * own)])
         total = [sum_ + G / ranks for sum_, G in zip(total, found, strict=True)]
         assert CountingCategorical.terms <= own + 2 * (BLOCK - 1)
     for left, right in zip(total, whole, strict=True):
@@ -156,7 +155,8 @@ def test_a_rank_without_examples_may_show_one_with_more_terms_than_all_others_ha
         sample = Sample(
             rows,
             lambda part: linearize(network, part),
-            place=Place(2, 2, [(2, 1)]),
+            total=2,
+            heads=[(2, 1)],
             weightless=True,
         )
         curvature = estimate(sample, blocks, fisher, seeded(2))

@@ -17,9 +17,10 @@ from kronfac.curvature import (
 )
 from kronfac.curvature.estimate import Sample, estimate
 from kronfac.errors import ClosureError
-from kronfac.linearization import linearize
-from kronfac.network import Batch, Network, record
+from kronfac.linearize import linearize
+from kronfac.model import Network
 from kronfac.objective import Categorical, Gaussian
+from kronfac.record import Batch, record
 from kronfac.storage import tensors_in
 from tests.conftest import (
     ACTIVATIONS,

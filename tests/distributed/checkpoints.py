@@ -62,6 +62,5 @@ CASES: dict[str, Case] = {
         "ekfac": {"inverse": "ekfac", **FRACTIONS},
         "ddp": {"ddp": True, **FRACTIONS},
         "lag": {"inverse_lag": 2, "inverse_interval": 5, **FRACTIONS},
-        "held": {"inverse_share": 0.5, "inverse_lag": 3, "inverse_interval": 6, **FRACTIONS},
     }.items()
 }

@@ -79,16 +79,16 @@ def statistics_raise(optimizer: KFAC, rank: int, size: int) -> str:
     fault = {"side_effect": BrokenError("no memory left")} if rank == size - 1 else {}
     if not fault:
         return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
-    with patch("kronfac.curvature_update.begin_estimate", **fault):
+    with patch("kronfac.step.curvature_update.estimate", **fault):
         return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
 
 
 def products_raise(optimizer: KFAC, rank: int, size: int) -> str:
-    """While gradients and statistics are on their way."""
+    """After gradients and statistics were summed."""
     x, y = batch(9, rank, size)
     if rank < size - 1:
         return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
-    with patch("kronfac.proposal.fisher_gram", side_effect=BrokenError("no memory left")):
+    with patch("kronfac.step.proposal.fisher_gram", side_effect=BrokenError("no memory left")):
         return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
 
 
@@ -97,7 +97,7 @@ def commit_raises(optimizer: KFAC, rank: int, size: int) -> str:
     x, y = batch(9, rank, size)
     if rank < size - 1:
         return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
-    with patch("kronfac.transitions.agree", side_effect=BrokenError("at the last moment")):
+    with patch("kronfac.step.take.agree", side_effect=BrokenError("at the last moment")):
         return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
 
 
@@ -131,12 +131,12 @@ def other_place(rank: int, size: int) -> Mapping[str, Any]:
     x, y = batch(0, rank, size)
     if rank:
         return {"said": attempt(lambda: optimizer.step(optimizer.closure(x, y)))}
-    with patch("kronfac.curvature.estimate.start_sum", return_value=lambda: {0, 1, 2}):
+    with patch("kronfac.curvature.estimate._sum_over_ranks", return_value={0, 1, 2}):
         return {"said": attempt(lambda: optimizer.step(optimizer.closure(x, y)))}
 
 
 def other_sums(rank: int, size: int) -> Mapping[str, Any]:
-    """One rank leaves out a sum, which the others have started; the case to end with."""
+    """One rank leaves out a sum, which the others wait for; the case to end with."""
     model = perceptron().double()
     optimizer = KFAC(model, nn.MSELoss())
     steps(optimizer, rank, size, 2)
@@ -144,7 +144,7 @@ def other_sums(rank: int, size: int) -> Mapping[str, Any]:
     if rank:
         said = attempt(lambda: steps(optimizer, rank, size, 1, start=2))
     else:
-        with patch("kronfac.gradient_sum.GradientSum.start"):
+        with patch("kronfac.step.evaluation._sum_gradients", return_value=None):
             said = attempt(lambda: steps(optimizer, rank, size, 1, start=2))
     return {"said": said, "moved": not torch.equal(flat(model), before)}
 

@@ -1,16 +1,14 @@
 """What the ranks tell each other in every step: messages by phase, and sums of tensors."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 from torch import nn
 
 from kronfac import KFAC
-from kronfac.distributed import Phase, Processes
-from kronfac.distributed.reduction import StartedReduction
+from kronfac.distributed import World
 from tests.distributed.cases import perceptron, regression
 from tests.distributed.ranks import Case
 
@@ -35,8 +33,8 @@ def told(
     """For every step: how often each phase had a message, sums of tensors, and what was measured."""
     model = make().double()
     optimizer = KFAC(model, nn.MSELoss(), **settings)
-    world = Processes.current()
-    assert isinstance(world, Processes)
+    world = World.current()
+    assert world.size > 1
     own = slice(rank * EXAMPLES // size, (rank + 1) * EXAMPLES // size)
     found = []
     for k in range(STEPS):
@@ -56,40 +54,7 @@ def told(
     return {"steps": found}
 
 
-def order(rank: int, size: int) -> Mapping[str, Any]:
-    """Messages, starts of sums and waits for them in the last step, one after another."""
-    model = perceptron().double()
-    optimizer = KFAC(model, nn.MSELoss(), inverse_interval=100)
-    own = slice(rank * EXAMPLES // size, (rank + 1) * EXAMPLES // size)
-    events: list[str] = []
-    gather, start, wait = Processes.gather, StartedReduction.start, StartedReduction.wait
-
-    def gathered(self: Processes, phase: Phase, numbers: Sequence[float]) -> list[list[float]]:
-        events.append(phase.name)
-        return gather(self, phase, numbers)
-
-    def started(self: StartedReduction, factor: float = 1.0) -> None:
-        events.append("start")
-        start(self, factor)
-
-    def waited(self: StartedReduction) -> None:
-        events.append("wait")
-        wait(self)
-
-    with (
-        patch.object(Processes, "gather", gathered),
-        patch.object(StartedReduction, "start", started),
-        patch.object(StartedReduction, "wait", waited),
-    ):
-        for k in range(22):
-            events.clear()
-            x, y = regression(k, EXAMPLES)
-            optimizer.step(optimizer.closure(x[own], y[own]))
-    return {"events": events}
-
-
 CASES: dict[str, Case] = {
-    "order": order,
     "told": told,
     "told-normalized": partial(told, make=normalized, statistics_fraction=0.5),
     "told-deep": partial(told, make=deep),

@@ -66,11 +66,9 @@ def main(folder: Path, sizes: list[int], names: list[str]) -> int:
         cases,
         checkpoints,
         disagreements,
-        held_cases,
-        held_faults,
+        inverse_faults,
         messages,
         preconditioned,
-        sharded_cases,
     )
 
     torch.set_num_threads(1)
@@ -78,10 +76,8 @@ def main(folder: Path, sizes: list[int], names: list[str]) -> int:
         cases.CASES,
         checkpoints.CASES,
         disagreements.CASES,
-        held_cases.HELD,
-        held_faults.HELD_FAULTS,
+        inverse_faults.CASES,
         messages.CASES,
-        sharded_cases.SHARDED,
         preconditioned.CASES,
         preconditioned.BROKEN,
     )

@@ -20,7 +20,6 @@ QUICK = (
     "words-sampled",
     "convolutional",
     "accumulated",
-    "hand",
     "ddp-clipped",
     "unseen-exact",
     "unseen-accumulated",
@@ -29,8 +28,7 @@ QUICK = (
     "ekfac-sampled",
     "ddp-inner",
     "ddp-own",
-    "fsdp-loop",
-    "fsdp-convolutional-closure",
+    "lag",
 )
 TOLERANCE = 1e-10
 """‖θ − θ₁‖ / ‖θ₁‖ after twenty steps, θ₁ those of one process, in float64: what rounding comes to."""

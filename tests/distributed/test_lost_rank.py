@@ -10,35 +10,32 @@ import pytest
 PROGRAM = """
     import os, sys
     import torch, torch.distributed as dist
-    from kronfac.distributed import Part, Phase, Processes
+    from kronfac.distributed import World
     from kronfac.errors import RankError
 
     call, store = sys.argv[1:]
     rank = 0 if os.fork() else 1
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    world = Processes.current()
-    parts = [Part(torch.ones(1000))]
-    world.gather(Phase.GRADIENT, [1.0])
+    world = World.current()
+    tensors = [torch.ones(1000)]
+    world.gather([1.0], "gradient")
     if rank == 1:
-        if call != "gather":
-            world.gather(Phase.STATISTICS, [1.0] if call == "texts" else [])
+        if call == "sum":
+            world.gather([], "statistics")
         os._exit(0)
     try:
         if call == "gather":
-            world.gather(Phase.STATISTICS, [])
+            world.gather([], "statistics")
         elif call == "sum":
-            world.sum_(Phase.STATISTICS, parts)
-        elif call == "texts":
-            world.texts(Phase.STATISTICS, "a")
+            world.sum(tensors, "statistics")
         else:
-            world.gather(Phase.STATISTICS, [])
-            world.broadcast_(Phase.STATISTICS, parts, 1)
+            world.exchange(torch.ones(3), torch.device("cpu"), "statistics")
     except RankError as error:
         print(error)
 """
 
 
-SLOW = [pytest.param(call, marks=pytest.mark.slow) for call in ("gather", "texts", "broadcast")]
+SLOW = [pytest.param(call, marks=pytest.mark.slow) for call in ("gather", "exchange")]
 
 
 @pytest.mark.parametrize("call", ["sum", *SLOW])

@@ -12,7 +12,14 @@ from tests.distributed.test_equal_steps import run
 SIZE = 2
 FIRST = 25
 """The first step that is looked at: before, λ is found, and every step has an inverse of its own."""
-ORDINARY = {"EVALUATION": 1, "STATISTICS": 1, "FISHER": 1, "COMMIT": 1}
+ORDINARY = {
+    "evaluation": 1,
+    "gradient": 1,
+    "examples": 1,
+    "statistics": 2,
+    "fisher": 1,
+    "commit": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +34,16 @@ def steps(folder: Path, name: str) -> list[dict[str, Any]]:
     ]
     assert ranks[0]["steps"] == ranks[1]["steps"]
     later = ranks[0]["steps"][FIRST:]
-    return [step for step in later if "REFRESH" not in step["messages"]]
+    return [step for step in later if "refresh" not in step["messages"]]
 
 
 @pytest.mark.parametrize("name", ["told", "told-deep"])
-def test_an_ordinary_step_has_four_messages_and_two_sums(found: Path, name: str) -> None:
+def test_an_ordinary_step_has_seven_messages_and_two_sums(found: Path, name: str) -> None:
     ordinary = 0
     for step in steps(found, name):
         expected = dict(ORDINARY)
         if losses := step["validated"] + step["measured"]:
-            expected["LOSS"] = losses
+            expected["loss"] = losses
         ordinary += not losses
         assert step["messages"] == expected
         assert step["sums"] == 2
@@ -45,13 +52,4 @@ def test_an_ordinary_step_has_four_messages_and_two_sums(found: Path, name: str)
 
 def test_ranks_that_draw_for_themselves_tell_how_many_examples_they_have(found: Path) -> None:
     for step in steps(found, "told-normalized"):
-        assert step["messages"]["EXAMPLES"] == 1
-
-
-def test_sums_travel_while_a_rank_computes(found: Path) -> None:
-    for rank in range(SIZE):
-        events = torch.load(found / f"order-{SIZE}-{rank}.pt", weights_only=True)["events"]
-        gradient = ["EVALUATION", "start"]
-        statistics = ["STATISTICS", "start"]  # after passes over the rank's own examples
-        products = ["wait", "FISHER"]  # the direction needs the gradient, and J v the direction
-        assert events == [*gradient, *statistics, *products, "wait", "COMMIT"]
+        assert step["messages"]["examples"] == 1

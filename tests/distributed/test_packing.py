@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kronfac.distributed.packing import Packed, Part, pack, unpack
+from kronfac.distributed.packing import Packed, pack, unpack
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
@@ -16,16 +16,16 @@ def test_a_packed_matrix_comes_back(n: int, batch: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(("n", "numbers"), [(1, 1), (2, 3), (4, 10), (8, 36), (7, 36)])
 def test_a_packed_matrix_has_half_of_the_numbers(n: int, numbers: int) -> None:
-    part = Part(torch.eye(n), symmetric=True)
-    assert part.numbers == part.packed().numel() == numbers
+    (flat,) = Packed([torch.eye(n)], [True]).flats
+    assert flat.numel() == numbers
 
 
-def test_parts_travel_together() -> None:
-    sent = [Part(torch.full((2, 3), 2.0)), Part(torch.eye(5), symmetric=True)]
-    received = [Part(torch.zeros(2, 3)), Part(torch.zeros(5, 5), symmetric=True)]
-    travelling, arriving = Packed(sent), Packed(received)
-    for flat, arrived in zip(travelling.flats, arriving.flats, strict=True):
+def test_tensors_are_sent_together() -> None:
+    sent = [torch.full((2, 3), 2.0), torch.eye(5)]
+    received = [torch.zeros(2, 3), torch.zeros(5, 5)]
+    packed, arriving = (Packed(tensors, [False, True]) for tensors in (sent, received))
+    for flat, arrived in zip(packed.flats, arriving.flats, strict=True):
         arrived.copy_(flat)
     arriving.unpack()
     for one, other in zip(sent, received, strict=True):
-        assert torch.equal(one.tensor, other.tensor)
+        assert torch.equal(one, other)

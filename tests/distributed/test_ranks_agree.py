@@ -66,9 +66,7 @@ def test_the_death_of_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
         assert not rank["moved"]
 
 
-def test_a_sum_that_one_rank_has_not_started_is_told_before_any_waits_for_it(
-    tmp_path: Path,
-) -> None:
+def test_a_sum_that_one_rank_leaves_out_is_an_error_on_all(tmp_path: Path) -> None:
     run(tmp_path, ["other_sums"], (SIZE,))
     for rank in load(tmp_path, "other_sums"):
         assert "different places" in rank["said"]

@@ -37,7 +37,7 @@ WRITING = {str(EXPERIMENTS / f"{name}.py") for name in WRITERS}
 WATCHED = {
     *WRITING,
     *(str(EXPERIMENTS / f"{name}.py") for name in ("train", "session", "optimizers")),
-    *(str(LIBRARY / f"{name}.py") for name in ("optimizer", "transitions", "state", "copying")),
+    *(str(LIBRARY / f"{name}.py") for name in ("kfac", "step/take", "step/commit", "step/state")),
     *map(str, (LIBRARY / "training").glob("*.py")),
 }
 """What decides the order of writes, and what is in memory then."""

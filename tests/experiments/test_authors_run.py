@@ -1,6 +1,6 @@
 """The first 30 iterations of the MNIST autoencoder beside the authors' logged run.
 
-The long comparison is `kronfac bench authors-run`; its output is in docs/results/authors_run.md.
+The long comparison is `kronfac bench authors-run`; its output is in docs/results/paper_figures.md.
 """
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 
 import kronfac
 from kronfac_experiments import problems
+from kronfac_experiments.training import ExponentialBatchSize, ScheduledBatchSampler
 
 # The objective on the mini-batch before the step, and the mini-batch's size, in the authors' log.
 OBJECTIVE = {1: 870.30, 5: 376.16, 10: 261.07, 20: 223.80, 30: 209.81}
@@ -29,8 +30,8 @@ def test_the_first_thirty_iterations(train):
         weight_decay=problem.weight_decay,
         **kronfac.presets.paper(),
     )
-    sizes = kronfac.ExponentialBatchSize(1000, len(train), 500)
-    sampler = kronfac.ScheduledBatchSampler(len(train), sizes, seed=0)
+    sizes = ExponentialBatchSize(1000, len(train), 500)
+    sampler = ScheduledBatchSampler(len(train), sizes, seed=0)
     for k in range(1, 31):
         with torch.no_grad():
             decay = sum(p.square().sum() for p in model.parameters()) * problem.weight_decay / 2

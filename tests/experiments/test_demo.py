@@ -24,7 +24,7 @@ def test_it_ends_in_a_page_and_a_verdict_of_three_lines(tiny, tmp_path, capsys):
     page = tiny()
     assert page == tmp_path / "demo" / "report.html"
     text = page.read_text()
-    assert all(f'"{name}"' in text for name in NAMES)
+    assert all(f"Reconstructions by {name}" in text for name in NAMES)
     for name in NAMES:
         run = rows(tmp_path / "demo" / name)
         assert run[-1]["seconds"] >= 0.3

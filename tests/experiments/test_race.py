@@ -1,305 +1,331 @@
-"""`kronfac bench race`: times to an error, fair grids, nothing twice, absent peers that are no crash."""
+"""The race: fair terms, runs that are kept and never repeated, pages from the kept runs."""
 
 import json
-import math
-import os
 from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from kronfac_experiments.bench.race import kfac_jax_runs, peers, running, trials
-from kronfac_experiments.bench.race.config import TUNING_SEED, RaceConfig
-from kronfac_experiments.bench.race.contests import CONTESTS
-from kronfac_experiments.bench.race.muon import Muon, orthogonalised
-from kronfac_experiments.bench.race.peers import FIELD, GROWING, KFAC, KFAC_JAX, Package, Peer
-from kronfac_experiments.bench.race.running import Race
-from kronfac_experiments.bench.race.standings import lines_of
-from kronfac_experiments.bench.race.trials import Entry, Trial, marks, run_here
-from kronfac_experiments.config import PROBLEMS
-from kronfac_experiments.task import regression_task
+from kronfac_experiments.race import command, pages
+from kronfac_experiments.race.contestants import (
+    CONTESTANTS,
+    LAST_RATE,
+    TABLE,
+    WARM_UP,
+    contestants_named,
+    rate,
+)
+from kronfac_experiments.race.plan import TUNING_SEED, Lane, Terms
+from kronfac_experiments.race.problems import PROBLEMS
+from kronfac_experiments.race.records import Cost, Records, Run, code_of
+from kronfac_experiments.race.run import MARKS, Training, run, step_costs
+from kronfac_experiments.run_directory import RunError
 from tests.experiments.runs import kronfac
 
-TINY = ("--problems", "friedman", "--threads", 1, "--evaluation-cases", 200, "--seeds", 1)
-BRIEF = ("--seconds", 0.05, "--tune-seconds", 0.02)
-CONTEST = CONTESTS["mnist"]
+WINE = PROBLEMS["wine"]
+ADAMW, KFAC = CONTESTANTS["adamw"], CONTESTANTS["kfac"]
+TERMS = Terms({"steps": 4.0}, seeds=2)
 
 
-@pytest.fixture
-def race(tmp_path):
-    def run(*words, folder=tmp_path / "race"):
-        return kronfac("bench", "race", *TINY, *BRIEF, "--run-dir", folder, *words)
-
-    return run
-
-
-@pytest.fixture
-def few_points(monkeypatch):
-    """Two points a grid: what a grid is for shows with two."""
-    field = tuple(replace(peer, grid=peer.grid[:2]) for peer in FIELD)
-    monkeypatch.setattr(peers, "FIELD", field)
+def ended(entry, loss, message=""):
+    """A made-up run of an entry."""
+    rows = [[0, 0, 0.0, 9.0, 9.0, 9.0], [4, 4, 1.0, loss, loss, loss]]
+    terms = entry.terms
+    return Run(
+        entry.problem.name, entry.contestant.name, entry.settings, entry.seed, terms.budget,
+        terms.schedule, terms.threads, terms.code(entry.contestant), rows, message,
+    )  # fmt: skip
 
 
-def saved(folder):
-    return json.loads((folder / "race.json").read_text())["trials"]
+def training(contestant=ADAMW, problem=WINE, seed=0, clock=lambda: 0.0, **changes):
+    settings = contestant.points(problem, (0.0,))[0] | changes
+    return Training(problem, contestant, settings, seed, "cosine", clock)
 
 
-def trial(optimizer="nag", seed=0, rows=((0, 0, 0.0, 50.0),), phase="race", message="", **point):
-    point = point or by_name(optimizer).grid[0]
-    return Trial("mnist", optimizer, phase, point, seed, 100.0, [list(r) for r in rows], message)
+# --- contestants -------------------------------------------------------------------
 
 
-def by_name(name):
-    return next(peer for peer in FIELD if peer.name == name)
+def test_everyone_that_is_tuned_has_as_many_points_and_kfac_none_to_choose():
+    assert {len(c.points(WINE, (0.01,))) for c in TABLE if c.tuned} == {4}
+    assert {len(c.points(WINE, (0.01, 0.1))) for c in TABLE if c.decays} == {8}
+    assert not any(c.tuned for c in TABLE if c.curvature)
 
 
-def falling(rate, steps=100):
-    """50 e^(−rate t), a step and 500 cases a second."""
-    return [(k, 500 * k, float(k), 50 * math.exp(-rate * k)) for k in range(steps + 1)]
+def test_sgds_rates_are_for_a_loss_of_the_usual_size():
+    large = replace(WINE, loss_scale=10.0)
+    rates = [point["lr"] for point in CONTESTANTS["sgd"].points(large, ())]
+    assert rates == pytest.approx([r / 10 for r in CONTESTANTS["sgd"].grid["lr"]])
 
 
-def standings(found, *names):
-    optimizers = tuple(names)
-    config = RaceConfig(("mnist",), optimizers, seeds=3, seconds=100.0)
-    return {(line.peer.name, line.target): line for line in lines_of(Race(config, found), CONTEST)}
+def test_kfac_takes_the_large_mini_batches():
+    problem = PROBLEMS["tabular"]
+    assert ADAMW.points(problem, (0.0,))[0]["batch"] == 128
+    assert KFAC.points(problem, (0.0,))[0]["batch"] == 1024
 
 
-# --- times to an error -------------------------------------------------------------
+def test_rates_rise_and_fall_over_the_run():
+    assert rate("constant", 0.7) == 1.0
+    for schedule, last in LAST_RATE.items():
+        assert rate(schedule, WARM_UP / 2) == pytest.approx(0.5)
+        assert rate(schedule, WARM_UP) == pytest.approx(1.0)
+        assert rate(schedule, (1 + WARM_UP) / 2) == pytest.approx((1 + last) / 2)
+        assert rate(schedule, 1.0) == pytest.approx(last)
 
 
-@pytest.mark.parametrize("every", [1, 7, 33])
-def test_the_time_to_an_error_does_not_depend_on_when_it_was_evaluated(every):
-    curve = trial(rows=falling(0.05)[::every]).curve
-    expected = math.log(50 / 4) / 0.05
-    assert curve.reaches("seconds", 4.0) == pytest.approx(expected, rel=1e-12)
-    assert curve.reaches("cases", 4.0) == pytest.approx(500 * expected, rel=1e-12)
+@pytest.mark.parametrize("contestant", [c for c in TABLE if c.name != "lm"], ids=lambda c: c.name)
+def test_each_contestant_lowers_the_loss(contestant):
+    rows, message = run(training(contestant), steps=8, seconds=None)
+    assert not message
+    assert rows[-1][3] < rows[0][3]
 
 
-def test_the_table_has_medians_spread_and_ratios_seed_by_seed():
-    ours = [trial("kfac", seed, falling(rate)) for seed, rate in enumerate((0.1, 0.08, 0.12))]
-    theirs = [trial("nag", seed, falling(rate)) for seed, rate in enumerate((0.05, 0.08, 0.04))]
-    tuned = [
-        trial("nag", TUNING_SEED, falling(0.1 - k / 100), "tune", **point)
-        for k, point in enumerate(by_name("nag").grid)
-    ]
-    lines = standings([*ours, *theirs, *tuned], "nag")
-    times = sorted(math.log(12.5) / rate for rate in (0.1, 0.08, 0.12))
-    assert lines["kfac", 4.0].seconds == f"{times[1]:.3g} ({times[0]:.3g} – {times[2]:.3g})"
-    assert lines["nag", 4.0].faster == "2"  # of 2, 1 and 3
-    assert lines["kfac", 4.0].faster == "–"
+def test_levenberg_marquardt_solves_an_equation():
+    rows, message = run(training(CONTESTANTS["lm"], PROBLEMS["heat"]), steps=8, seconds=None)
+    assert not message
+    assert rows[-1][5] < 0.1 * rows[0][5]
 
 
-def test_who_does_not_get_there_is_said_to_stand_where_it_stands():
-    ours = [trial("kfac", 0, falling(0.1))]
-    theirs = [trial("nag", 0, falling(0.03))]  # 2.49 at 100 s
-    tuned = [trial("nag", TUNING_SEED, falling(0.03), "tune", **p) for p in by_name("nag").grid]
-    lines = standings([*ours, *theirs, *tuned], "nag")
-    assert lines["nag", 2.0].seconds == "not in 100 s (stood at 2.489)"
-    assert lines["nag", 2.0].faster == f"> {100 / (math.log(25) / 0.1):.2g}"
-    assert standings([*theirs, *tuned, trial("kfac", 0)], "nag")["nag", 4.0].faster == (
-        "K-FAC did not get there"
-    )
+# --- a run -------------------------------------------------------------------------
 
 
-def test_the_best_point_reached_the_target_first_or_has_the_least_error_and_did_not_fail():
-    grid = by_name("adamw").grid
-    rates = (0.01, 0.02, 0.2, 0.05, 0.01, 0.3)
-    tried = [
-        trial("adamw", TUNING_SEED, falling(rate), "tune", "diverged" if rate == 0.3 else "", **p)
-        for p, rate in zip(grid, rates, strict=True)
-    ]
-    config = RaceConfig(("mnist",), ("adamw",))
-    assert Race(config, tried).best(CONTEST, by_name("adamw")) == grid[2]
-    slow = [t for t in tried if t.point in grid[:2]]
-    assert Race(config, slow).best(CONTEST, by_name("adamw")) == grid[1]
-    assert Race(config, tried[-1:]).best(CONTEST, by_name("adamw")) is None
+def test_adamw_is_pytorchs_plain_loop():
+    x, y = WINE.split.train.inputs, WINE.split.train.targets
+    model = WINE.make_model(3)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    for k in range(5):
+        optimizer.param_groups[0]["lr"] = 0.01 * rate("cosine", k / 5)
+        optimizer.zero_grad()
+        nn.CrossEntropyLoss()(model(x), y).backward()
+        optimizer.step()
+    raced = training(seed=3, lr=0.01, weight_decay=0.1)
+    run(raced, steps=5, seconds=None)
+    for a, b in zip(model.parameters(), raced.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_evaluations_are_dense_at_first_and_end_at_the_limit():
-    times = marks(300.0)
-    assert times[0] == pytest.approx(1.5)
-    assert times[-1] == 300.0
-    assert all(b <= max(a * 1.05, a + 1.5) + 1e-9 for a, b in pairwise(times))
-    assert 50 < len(times) < 80
+def test_the_penalty_is_in_everyones_objective():
+    with_penalty = replace(WINE, penalty=0.5)
+    raced = training(CONTESTANTS["sgd"], with_penalty, lr=1.0)
+    expected = [0.5 * p.detach().clone() for p in raced.model.parameters()]
+    batch = next(with_penalty.shuffled(None, 0))
+    with_penalty.objective(raced.model, nn.CrossEntropyLoss(), batch).backward()
+    expected = [e + p.grad for e, p in zip(expected, raced.model.parameters(), strict=True)]
+    raced._closure(batch)
+    for e, p in zip(expected, raced.model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, e)
 
 
-# --- the field ---------------------------------------------------------------------
+def test_a_run_is_evaluated_at_its_marks_and_ends_with_its_budget():
+    rows, _ = run(training(), steps=40, seconds=None)
+    assert [row[0] for row in rows] == sorted({-(-mark * 40 // 1) for mark in MARKS})
+    ticks = iter(range(1000))
+    raced = training(clock=lambda: float(next(ticks)))  # each step takes one second
+    rows, _ = run(raced, steps=None, seconds=7.0)
+    assert rows[-1][:3] == [7, 7 * len(WINE.split.train), 7.0]
 
 
-def test_every_peer_has_as_many_points_and_kfac_none_to_choose():
-    assert {len(peer.grid) for peer in FIELD if not peer.name.startswith("kfac-fixed")} == {1, 6}
-    assert [peer.name for peer in FIELD if len(peer.grid) == 1] == ["kfac", "kfac-fixed"]
-    assert set(CONTESTS) == set(PROBLEMS)
-    assert TUNING_SEED not in range(10)
+def test_evaluation_is_in_eval_mode_and_takes_the_lower_training_loss(monkeypatch):
+    raced = training()
+    raced.step(0.5)
+    losses = iter((2.0, 1.0))
+    modes = []
 
+    def evaluate(model, cases):
+        modes.append(model is raced.model)
+        return next(losses, 7.0), 8.0
 
-@pytest.mark.parametrize("shape", [(30, 80), (80, 30), (40, 40)])
-def test_newton_schulz_in_float32_makes_singular_values_near_1(shape):
-    G = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    X = orthogonalised(G)
-    assert X.dtype == torch.float32
-    U, S, Vt = torch.linalg.svd(G.double(), full_matrices=False)
-    seen = U.T @ X.double() @ Vt.T  # the same singular vectors, so this is diagonal
-    assert torch.allclose(seen, seen.diagonal().diag(), atol=1e-4)
-    large = 0.05 * S.norm() < S  # five steps do not lift the smallest all the way
-    assert ((seen.diagonal()[large] > 0.6) & (seen.diagonal()[large] < 1.3)).all()
-
-
-def test_muon_moves_matrices_by_its_rule_and_the_rest_by_adamw():
-    torch.manual_seed(0)
-    layer = nn.Linear(5, 3)
-    twin = nn.Parameter(layer.bias.detach().clone())
-    W, x = layer.weight.detach().clone(), torch.randn(7, 5)
-    optimizer = Muon(layer.parameters(), lr=0.1, weight_decay=0.01)
-    layer(x).square().mean().backward()
-    g = layer.weight.grad.clone()
-    twin.grad = layer.bias.grad.clone()
-    optimizer.step()
-    expected = W * (1 - 0.001) - 0.1 * 0.2 * math.sqrt(5) * orthogonalised(g + 0.95 * g)
-    torch.testing.assert_close(layer.weight.detach(), expected)
-    torch.optim.AdamW([twin], lr=0.1, weight_decay=0.01).step()
-    torch.testing.assert_close(layer.bias.detach(), twin.detach())
-
-
-@pytest.mark.parametrize("peer", [p for p in FIELD if p is not KFAC_JAX], ids=lambda p: p.name)
-def test_each_peer_lowers_the_error(peer):
-    for module in peer.package.modules if peer.package is not None else ():
-        pytest.importorskip(module)
-    point = peer.grid[2] if len(peer.grid) > 1 else peer.grid[0]
-    entry = Entry(peer, point, 0, 1e9, 0.0, 200, 1)
-    steps = iter(range(12))
-
-    def stop_after_some(seconds):
-        if next(steps) == 11:
-            raise KeyboardInterrupt
-
-    task, models = regression_task(), []
-    whole = replace(task, make_model=lambda seed: models.append(task.make_model(seed)) or models[0])
-    before = task.error(task.make_model(0), task.train)
-    with pytest.raises(KeyboardInterrupt):
-        run_here(entry, whole, stop_after_some)
-    assert task.error(models[0], task.train) < before
+    problem = raced._problem
+    monkeypatch.setattr(type(problem), "_evaluate", lambda self, m, c: evaluate(m, c))
+    assert raced.evaluate()[3:] == [1.0, 7.0, 8.0]
+    assert modes == [True, False, False], "the average had the lower training loss"
 
 
 def test_a_run_that_fails_is_a_result():
-    hopeless = Peer(
-        "sgd", "SGD", ({"lr": 1e30},), lambda m, p, _: torch.optim.SGD(m.parameters(), **p)
-    )
-    entry = Entry(hopeless, hopeless.grid[0], 0, 5.0, 0.0, 200, 1)
-    rows, message = run_here(entry, regression_task(), lambda seconds: None)
-    assert rows
-    assert all(math.isfinite(number) for row in rows for number in row)
-    assert message.startswith("Iteration")
+    rows, message = run(training(CONTESTANTS["sgd"], lr=1e38), steps=5, seconds=None)
+    assert message.startswith("Step ")
+    assert len(rows) >= 1
+
+
+def test_costs_are_measured_in_turns():
+    now = [0.0]
+    order = []
+
+    def trained(name, seconds):
+        raced = training(clock=lambda: now[0])
+        real = raced.optimizer.step
+
+        def step(closure):
+            order.append(name)
+            now[0] += seconds * (3 if raced.steps == 0 else 1)
+            return real(closure)
+
+        raced.optimizer.step = step
+        return raced
+
+    costs = step_costs([trained("a", 1.0), trained("b", 0.5)], limit=1e9)
+    assert costs == [(pytest.approx(2.0), pytest.approx(1.0)), (1.0, 0.5)]
+    assert order[20:60] == ["b"] * 20 + ["a"] * 10 + ["b"] * 10
+    cost = Cost("wine", "adamw", None, 1, "", 2.0, 0.5)
+    assert cost.steps_in(10.0) == 16
+    assert cost.steps_in(1.0) == 1
+
+
+# --- the plan ----------------------------------------------------------------------
+
+
+def test_tuning_comes_first_and_the_best_point_races(tmp_path):
+    records = Records(tmp_path / "runs.jsonl")
+    lane = Lane(WINE, ADAMW, TERMS, records)
+    assert (len(lane.missing), lane.runs_left, lane.settings) == (4, 6, None)
+    assert {entry.seed for entry in lane.missing} == {TUNING_SEED}
+    for entry, loss in zip(lane.missing, (3.0, 1.0, 0.5, 2.0), strict=True):
+        records.append(ended(entry, loss, message="diverged" if loss == 0.5 else ""))
+    assert lane.settings["lr"] == 0.003
+    assert not lane.on_the_edge
+    assert [(e.seed, e.settings["lr"]) for e in lane.missing] == [(0, 0.003), (1, 0.003)]
+    records.append(ended(lane.missing[0], 1.0))
+    assert [run.seed for run in lane.runs] == [0]
+    assert lane.runs_left == 1
+
+
+def test_other_mini_batches_are_tried_at_the_best_point(tmp_path):
+    records = Records(tmp_path / "runs.jsonl")
+    lane = Lane(PROBLEMS["tabular"], ADAMW, replace(TERMS, tune_batch=True), records)
+    for entry in lane.missing:
+        records.append(ended(entry, 0.01 / entry.settings["lr"]))
+    assert [e.settings["batch"] for e in lane.missing] == [1024], "128 has run"
+    assert lane.missing[0].settings["lr"] == 0.03
+    records.append(ended(lane.missing[0], 0.1))
+    assert lane.settings["batch"] == 1024
+    assert lane.on_the_edge
+
+
+def test_who_fails_at_every_point_does_not_race(tmp_path):
+    records = Records(tmp_path / "runs.jsonl")
+    lane = Lane(WINE, ADAMW, TERMS, records)
+    for entry in lane.missing:
+        records.append(ended(entry, 1.0, message="diverged"))
+    assert (lane.settings, lane.missing, lane.runs_left, lane.runs) == (None, [], 0, [])
+
+
+def test_runs_of_other_code_do_not_count(tmp_path):
+    records = Records(tmp_path / "runs.jsonl")
+    lane = Lane(WINE, KFAC, TERMS, records)
+    old = replace(ended(lane.missing[0], 1.0), code="older")
+    records.append(old)
+    assert lane.runs == []
+    assert len(Lane(WINE, KFAC, replace(TERMS, codes={"kfac": "older"}), records).runs) == 1
+    assert code_of(KFAC).startswith("kronfac ")
+    assert code_of(ADAMW).startswith("torch ")
+
+
+# --- records -----------------------------------------------------------------------
+
+
+def test_what_was_kept_is_there_again_and_an_unfinished_line_is_dropped(tmp_path):
+    path = tmp_path / "folder" / "runs.jsonl"
+    records = Records(path)
+    lane = Lane(WINE, KFAC, TERMS, records)
+    one, other = (ended(entry, 1.0) for entry in lane.missing)
+    cost = Cost("wine", "kfac", None, 1, "code", 1.0, 2.0)
+    records.append(one)
+    records.append(cost)
+    with path.open("a") as stream:
+        stream.write('{"problem": "wi')
+    again = Records(path)
+    assert list(again) == [one]
+    assert again.cost(cost.key) == cost
+    again.append(other)
+    assert list(Records(path)) == [one, other]
+    path.write_text("damaged\n" + path.read_text())
+    with pytest.raises(RunError, match="Line 1 of"):
+        Records(path)
 
 
 # --- the command -------------------------------------------------------------------
 
-
-@pytest.mark.usefixtures("few_points")
-def test_a_small_race_ends_in_tables_and_a_page(race, tmp_path, capsys):
-    output = tmp_path / "docs" / "race.md"
-    assert race("--optimizers", "nag", "adamw", "lbfgs", "muon", "--output", output) == 0
-    out = capsys.readouterr().out
-    assert "At most" in out
-    assert "Nesterov" in out
-    found = saved(tmp_path / "race")
-    names = {"kfac", "nag", "adamw", "lbfgs", "muon"}
-    assert {t["optimizer"] for t in found if t["phase"] == "race"} == names
-    assert {t["optimizer"] for t in found if t["phase"] == "tune"} == names - {"kfac"}
-    assert {t["seed"] for t in found if t["phase"] == "tune"} == {TUNING_SEED}
-    starts = {t["rows"][0][3] for t in found if t["phase"] == "race"}
-    assert len(starts) == 1  # the same parameters
-    text = output.read_text()
-    assert "K-FAC faster by" in text
-    assert "kronfac bench race --problems friedman" in text
-    assert "lr 0.001, mu max 0.99" in text
-    page = (tmp_path / "race" / "race.html").read_text()
-    assert 'data-errors="friedman"' in page
-    assert "http://" not in page.split("plotly.js v")[0]
+SMALL = ("race", "wine", "--contestants", "kfac", "adamw", "--seeds", 1)
 
 
-@pytest.mark.usefixtures("few_points")
-def test_what_has_run_is_not_run_again_and_a_stop_keeps_it(race, tmp_path, monkeypatch, capsys):
-    calls = []
+def test_a_race_is_run_once_and_goes_on_after_ctrl_c(tmp_path, monkeypatch, capsys):
+    words = (*SMALL, "--steps", 4, "--runs", tmp_path)
+    real, count = command.run_entry, []
 
-    def counted(entry, *rest):
-        calls.append(entry)
-        if len(calls) == 3:
+    def interrupted(lane, entry, tick):
+        count.append(entry)
+        if len(count) == 3:
             raise KeyboardInterrupt
-        return run_here(entry, *rest)
+        return real(lane, entry, tick)
 
-    monkeypatch.setattr(running, "run_here", counted)
-    assert race("--optimizers", "adamw") == 130
+    monkeypatch.setattr(command, "run_entry", interrupted)
+    assert kronfac(*words) == 130
     assert "Continue with the same command" in capsys.readouterr().err
-    kept = saved(tmp_path / "race")
-    assert len(kept) == 2
-    assert race("--optimizers", "adamw") == 0
-    assert saved(tmp_path / "race")[:2] == kept
-    assert len(calls) == 5  # two points, the one that was stopped, and the two of the race
-    assert race("--optimizers", "adamw") == 0
-    assert len(calls) == 5
-    assert race("--optimizers", "adamw", "--seconds", 0.06) == 2
-    assert "other settings (seconds)" in capsys.readouterr().err
+    path = tmp_path / "small.jsonl"
+    assert len(path.read_text().splitlines()) == 2
+    assert kronfac(*words) == 0
+    assert "4 runs of 4 steps are left" in capsys.readouterr().out
+    lines = path.read_text()
+    assert len(lines.splitlines()) == 6
+    assert kronfac(*words) == 0
+    assert "All runs are there already" in capsys.readouterr().out
+    assert path.read_text() == lines
+    first = json.loads(lines.splitlines()[0])
+    assert first["contestant"] == "kfac"
+    assert first["state_bytes"] > 0
+    assert len(first["rows"]) > 3
 
 
-def test_an_absent_package_is_a_row_with_the_command(race, tmp_path, monkeypatch):
-    absent = replace(by_name("soap"), package=Package(("no_such_module",), ("nothing==1",), "MIT"))
-    monkeypatch.setattr(peers, "FIELD", (KFAC, absent))
-    output = tmp_path / "race.md"
-    assert race("--optimizers", "soap", "--output", output) == 0
-    assert "| not installed: pip install nothing==1 |" in output.read_text()
+def test_equal_seconds_become_steps_by_the_measured_cost(tmp_path):
+    assert kronfac(*SMALL, "--seconds", 0.2, "--runs", tmp_path) == 0
+    records = Records(tmp_path / "small.jsonl")
+    lines = list(map(json.loads, records.path.read_text().splitlines()))
+    costs = {line["contestant"]: Cost(**line) for line in lines if "step" in line}
+    assert set(costs) == {"kfac", "adamw"}
+    for record in records:
+        assert record.rows[-1][0] == costs[record.contestant].steps_in(0.2)
 
 
-def test_kfac_jax_without_an_environment_is_a_row(race, tmp_path):
-    file = tmp_path / "file"
-    file.touch()  # no folder can be made below
-    output = tmp_path / "race.md"
-    words = ("--optimizers", "kfac-jax", "--jax-env", file / "env", "--output", output)
-    assert race(*words) == 0
-    assert f"no environment in {file / 'env'}" in output.read_text()
-
-
-def test_growing_minibatches_double_where_those_of_kfac_have():
-    sizes = kfac_jax_runs.sizes_in_octaves(trials.batch_of({"batch": GROWING}), 60_000)
-    assert sizes[0] == 1000
-    assert sizes[-1] == 60_000
-    assert sorted(set(sizes)) == [1000, 2000, 4000, 8000, 16_000, 32_000, 60_000]
-    assert kfac_jax_runs.sizes_in_octaves(500, 200) == [200]
-
-
-@pytest.mark.skipif("KRONFAC_JAX_ENV" not in os.environ, reason="no environment of kfac-jax")
-def test_kfac_jax_starts_where_the_others_do():
-    python = kfac_jax_runs.environment(Path(os.environ["KRONFAC_JAX_ENV"]), print)
-    task = regression_task()
-    entry = Entry(KFAC_JAX, {"lambda0": 1.0, "batch": 500}, 0, 0.2, 0.0, 200, 1)
-    rows, message = kfac_jax_runs.run_elsewhere(python, entry, task, lambda seconds: None)
-    assert not message
-    start = task.error(task.make_model(0), task.train.first(200))
-    assert rows[0][3] == pytest.approx(start, rel=1e-4)
-    assert rows[-1][3] < rows[0][3]
+def test_a_page_is_rendered_from_the_runs_and_says_how_many_hours_are_missing(
+    tmp_path, monkeypatch, capsys
+):
+    page = pages.ResultPage(
+        "Wine", ("wine",), ("kfac", "adamw"), Terms({"seconds": 0.1}, seeds=1, weight_decays=(0.0,))
+    )
+    monkeypatch.setitem(pages.PAGES, "wine", page)
+    output = tmp_path / "wine.md"
+    words = ("results", "wine", "--runs", tmp_path, "--output", output)
+    assert kronfac(*words, "--run") == 0
+    assert "6 runs are missing: 0.0 hours" in capsys.readouterr().out
+    text = output.read_text()
+    assert "| wine | " in text
+    assert "Made by `kronfac results wine`" in text
+    assert code_of(KFAC) in text
+    assert output.with_suffix(".png").stat().st_size > 10_000
+    output.write_text(text.replace("## The contestants", "## What it shows\n\nWords.\n\n## The"))
+    assert kronfac(*words) == 0
+    assert "Words." in output.read_text(), "what people write stays"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--optimizers", "adan"), "--optimizers are of kfac, kfac-fixed, nag"),
-        (("--problems", "cifar"), "--problems are of curves, mnist"),
-        (("--seconds", 0), "--seconds is positive"),
-        (("--tune-seconds", "nan"), "--tune-seconds is positive"),
-        (("--seeds", 0), "--seeds is positive"),
-        (("--threads", 0), "--threads is 1 or more"),
+        ("race", "Name problems, or groups of them: networks"),
+        ("race cats", "PROBLEM is one of the groups"),
+        ("race wine --contestants nobody", "--contestants are of kfac"),
+        ("race wine --seconds 0", "--seconds is positive"),
+        ("race wine --seconds 1 --steps 1", "not both"),
+        ("race wine --steps 0", "--steps is 1 or more"),
+        ("race wine --seeds 101", "--seeds is at most 100"),
+        ("race wine --weight-decay -1", "--weight-decay is 0 or more"),
+        ("results cats", "NAME is one of everyday"),
     ],
 )
 def test_mistakes_are_answered_with_a_line(words, message, capsys):
-    assert kronfac("bench", "race", *words) == 2
-    assert message in capsys.readouterr().err
+    assert kronfac(*words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
-def test_help_names_the_field(capsys):
-    assert kronfac("bench", "race", "--help") == 0
-    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for word in ("--tune-seconds", "--jax-env", "--quick", "psgd", "singd", "kfac-jax"):
-        assert word in out
+def test_contestants_come_in_the_order_of_the_table():
+    assert [c.name for c in contestants_named(("soap", "kfac"))] == ["kfac", "soap"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kronfac.distributed import Ranks
+from kronfac.distributed import World
 from kronfac_experiments import ranks
 from tests.experiments.runs import (
     assert_identical,
@@ -66,7 +66,7 @@ def test_a_mini_batch_of_fewer_examples_than_ranks_is_refused():
 
 
 def world(rank, size):
-    found = Ranks()
+    found = World()
     found.rank, found.size = rank, size
     return found
 

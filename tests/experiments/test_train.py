@@ -22,6 +22,7 @@ from kronfac_experiments.config_json import from_json, to_json
 from kronfac_experiments.evaluation import EvaluationSchedule, snapshot_due
 from kronfac_experiments.optimizers import KfacStepper
 from kronfac_experiments.task import load_task
+from kronfac_experiments.training import ScheduledBatchSampler
 from tests.conftest import mlp, normal
 from tests.experiments.runs import checkpoint, kronfac, rows, train, write_cases
 
@@ -120,10 +121,10 @@ def test_the_steps_are_those_of_the_library(data, tmp_path):
         library.Bernoulli(),
         inverse="block_tridiagonal",
         weight_decay=1e-5,
-        fisher=library.SampledFisher(seed=3),
+        fisher=library.extend.SampledFisher(seed=3),
         **library.presets.paper(),
     )
-    sampler = library.ScheduledBatchSampler(len(task.train), 40, seed=3)
+    sampler = ScheduledBatchSampler(len(task.train), 40, seed=3)
     for row in rows(run)[1:]:
         x = task.train.inputs[sampler.next_indices()]
         optimizer.step(optimizer.closure(x, x))
@@ -141,7 +142,7 @@ def test_weight_decay_is_part_of_the_objective(name, data, tmp_path):
     assert train(data, run, *words, "--dtype", "float64") == 0
     task = load_task(TrainConfig(data=data, layers="16,8,3")).to(torch.device("cpu"), torch.float64)
     model = task.make_model(0).double()
-    sampler = library.ScheduledBatchSampler(len(task.train), 40, seed=0)
+    sampler = ScheduledBatchSampler(len(task.train), 40, seed=0)
     x = task.train.inputs[sampler.next_indices()]
     if name == "sgd":
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -259,6 +260,8 @@ def test_evaluations_are_as_dense_as_promised():
     due = [k for k in range(1, 301) if schedule.due(k, 0.0, 0.0)]
     assert due == [*range(10, 101, 10), 150, 200, 250, 300]
     assert not any(EvaluationSchedule(0).due(k, 0.0, 0.0) for k in range(1, 301))
+    until_error = EvaluationSchedule(50, until_error=True)
+    assert [k for k in range(100, 141) if until_error.due(k, 0.0, 0.0)] == [100, 110, 120, 130, 140]
     assert EvaluationSchedule(0, (2.0,)).due(7, 1.9, 2.0)
     assert not EvaluationSchedule(0, (2.0,)).due(8, 2.0, 2.1)
     assert [k for k in range(6000) if snapshot_due(k)] == [
@@ -313,7 +316,7 @@ def test_a_mini_batch_that_is_gone_through_again_after_a_step_was_taken_back_cou
     stepper = KfacStepper(optimizer)
     assert stepper.step(x, y).trials > 0, "to find the first λ"
     sensible = optimizer.settings
-    optimizer.settings = replace(sensible, step_size=library.RawStep(30.0))
+    optimizer.settings = replace(sensible, step_rule=library.RawStep(30.0))
     assert stepper.step(x, y).trials == 0
     optimizer.settings = sensible
     assert stepper.step(x, y).trials == 1

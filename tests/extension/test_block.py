@@ -12,16 +12,18 @@ from tests.conftest import normal
 
 
 @dataclass(frozen=True)
-class MeanMoments(kronfac.DiagonalMoments):
+class MeanMoments(kronfac.extend.DiagonalMoments):
     def damped(self, gamma: float, tikhonov: object):
-        return kronfac.DiagonalMoments(self.D.mean().expand_as(self.D)).damped(gamma, tikhonov)
+        return kronfac.extend.DiagonalMoments(self.D.mean().expand_as(self.D)).damped(
+            gamma, tikhonov
+        )
 
     def dense(self) -> Tensor:
         return self.D.mean() * torch.eye(self.size, dtype=self.D.dtype)
 
 
 @dataclass(frozen=True)
-class MeanBlock(kronfac.DiagonalBlock):
+class MeanBlock(kronfac.extend.DiagonalBlock):
     moments = MeanMoments
 
     def observe(self, taps, share: float, weight: float) -> MeanMoments:
@@ -32,8 +34,8 @@ class Plain(nn.Linear):
     """A Linear that wants it."""
 
 
-class PlainAdapter(kronfac.LinearAdapter):
-    def block(self, module: nn.Module) -> kronfac.Block:
+class PlainAdapter(kronfac.extend.LinearAdapter):
+    def block(self, module: nn.Module) -> kronfac.extend.Block:
         return MeanBlock()
 
 
@@ -48,7 +50,7 @@ def test_the_step_is_the_gradient_over_the_mean_curvature():
     """One output, F_R = 1: the mean square of the gradients is that of ā."""
     model, x, y = Plain(3, 1, dtype=torch.float64), normal(20, 3), normal(20, 1, seed=1)
     fixed = {"damping": kronfac.FixedDamping(0.0), "gamma": kronfac.FixedGamma(0.5)}
-    step = {"step_size": kronfac.RawStep(1.0), "fisher": "exact"}
+    step = {"step_rule": kronfac.RawStep(1.0), "fisher": "exact"}
     optimizer = kronfac.KFAC(model, kronfac.Gaussian(), **fixed, **step)
     before = nn.utils.parameters_to_vector(model.parameters()).detach()
     homogeneous = torch.cat([x, torch.ones(20, 1, dtype=x.dtype)], dim=1)

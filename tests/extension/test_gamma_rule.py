@@ -12,21 +12,21 @@ from tests.optimizer.runs import agree
 
 
 @dataclass(frozen=True)
-class CyclicState(kronfac.GammaState):
+class CyclicState(kronfac.extend.GammaState):
     refreshes: int = 0
 
 
 @dataclass(frozen=True)
-class CyclicGamma(kronfac.GammaRule[CyclicState]):
+class CyclicGamma(kronfac.extend.GammaRule[CyclicState]):
     period: int = 3
 
-    def init(self, m: kronfac.Measurement) -> CyclicState:
+    def init(self, m: kronfac.extend.Measurement) -> CyclicState:
         return CyclicState(gamma=1.0)
 
-    def candidates(self, state: CyclicState, m: kronfac.Measurement) -> tuple[float, ...]:
+    def candidates(self, state: CyclicState, m: kronfac.extend.Measurement) -> tuple[float, ...]:
         return (2.0 ** -(state.refreshes % self.period),)
 
-    def update(self, state: CyclicState, m: kronfac.Measurement) -> CyclicState:
+    def update(self, state: CyclicState, m: kronfac.extend.Measurement) -> CyclicState:
         return replace(state, gamma=m.gamma, refreshes=state.refreshes + len(m.candidates))
 
 
@@ -43,8 +43,8 @@ def test_it_conforms():
 
 def test_it_changes_the_step_as_computed_densely_and_is_saved_with_the_state():
     def optimizer_of(model: nn.Module) -> kronfac.KFAC:
-        damping, step = kronfac.LevenbergMarquardt(0.5, interval=2), kronfac.QuadraticModel()
-        settings = {"fisher": "exact", "damping": damping, "step_size": step, "inverse_interval": 1}
+        damping, step = kronfac.LevenbergMarquardtRule(0.5, interval=2), kronfac.QuadraticModel()
+        settings = {"fisher": "exact", "damping": damping, "step_rule": step, "inverse_interval": 1}
         return kronfac.KFAC(model, loss, gamma=CyclicGamma(), **settings)
 
     model, loss = mlp([4, 5, 3], seed=3), nn.MSELoss(reduction="sum")

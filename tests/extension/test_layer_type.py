@@ -24,9 +24,9 @@ class PatchesAdapter:
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         return {"weight": module.weight}
 
-    def uses(self, module: nn.Module, args, kwargs, output: Tensor) -> list[kronfac.Use]:
+    def uses(self, module: nn.Module, args, kwargs, output: Tensor) -> list[kronfac.extend.Use]:
         inputs = {"weight": args[0].view(-1, 3, 2)}
-        return [kronfac.Use(inputs, output, arrange=lambda g: g.unflatten(1, (3, 3)))]
+        return [kronfac.extend.Use(inputs, output, arrange=lambda g: g.unflatten(1, (3, 3)))]
 
 
 kronfac.register(Patches, PatchesAdapter())
@@ -40,10 +40,10 @@ def test_the_direction_is_that_of_the_dense_block():
     """A ⊗ G of the patches: the mean of a aᵀ over all of them, the sum of g gᵀ, here with F_R = I."""
     model, x, y = Patches(), normal(10, 6, seed=1), normal(10, 9, seed=2)
     fixed = {"damping": kronfac.FixedDamping(0.0), "gamma": kronfac.FixedGamma(0.2)}
-    norm = kronfac.FactoredTikhonov(norm="one")
+    norm = kronfac.extend.FactoredTikhonov(norm="one")
     optimizer = kronfac.KFAC(
-        model, kronfac.Gaussian(), fisher="exact", step_size=kronfac.RawStep(1.0),
-        inverse=kronfac.BlockDiagonalInverse(norm), **fixed,
+        model, kronfac.Gaussian(), fisher="exact", step_rule=kronfac.RawStep(1.0),
+        inverse=kronfac.extend.BlockDiagonalInverse(norm), **fixed,
     )  # fmt: skip
     a, W = x.view(-1, 2), model.weight.detach().clone()
     A = a.mT @ a / len(a) + 0.2 * normal(2, 2).new_ones(2).diag()

@@ -232,8 +232,8 @@ others = st.sampled_from(
         (("acceptance", None),),
         (("clip", 0.1),),
         tuple(kronfac.presets.paper().items()),
-        (("step_size", kronfac.RawStep(0.1)),),
-        (("step_size", kronfac.ConjugateGradients(cg_steps=2)),),
+        (("step_rule", kronfac.RawStep(0.1)),),
+        (("step_rule", kronfac.ConjugateGradients(cg_steps=2)),),
         (("blocks", kronfac.Blocks(dense_limit=0)),),
         (("blocks", kronfac.Blocks(sharing="reduce", wide_limit=2)),),
     ]

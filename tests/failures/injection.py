@@ -96,8 +96,15 @@ class Everything:
 
     def assert_kept(self, optimizer: KFAC) -> None:
         """All of it is as it was, to the bit, and there are no hooks but the standing ones."""
-        now = Everything.of(optimizer, self.gradients is not None)
+        now = self.assert_parameters_and_state_kept(optimizer)
         assert self.modes == now.modes
+        assert now.recorder == self.recorder
+        assert same(self.learned, now.learned)
+        assert_no_hooks(optimizer.model, optimizer.objective.module)
+
+    def assert_parameters_and_state_kept(self, optimizer: KFAC) -> "Everything":
+        """What training goes on from is as it was, to the bit; returns everything as it is now."""
+        now = Everything.of(optimizer, self.gradients is not None)
         for name, value in self.model.items():
             assert same(value, now.model[name]), f"{name} changed"
         for key, value in self.state["kfac"].items():
@@ -105,11 +112,8 @@ class Everything:
         assert same(self.state, now.state)
         assert torch.equal(self.random, now.random), "random numbers were drawn"
         assert now.report is self.report
-        assert now.recorder == self.recorder
-        assert same(self.learned, now.learned)
         assert same(self.gradients, now.gradients)
-        assert not hasattr(optimizer, "_before")
-        assert_no_hooks(optimizer.model, optimizer.objective.module)
+        return now
 
 
 def _bits(gradient: Tensor | None) -> Tensor | None:

@@ -16,11 +16,11 @@ from kronfac.curvature import DampedInverse
 from kronfac.curvature.block_diagonal import PreparedBlocks
 from kronfac.curvature.block_tridiagonal import _Prepared as PreparedChains
 from kronfac.curvature.diagonal import DiagonalOperator
-from kronfac.curvature.eigenvalue_corrected import PreparedBases
+from kronfac.curvature.ekfac import PreparedBases
 from kronfac.linalg import spd
 from kronfac.storage import tensors_in
 from tests.conftest import mlp, normal
-from tests.faults.steps import FIXED, flat
+from tests.failures.steps import FIXED, flat
 from tests.optimizer.runs import Snapshot, closure_of, same
 
 X, Y = normal(40, 4), normal(40, 2, seed=1)
@@ -34,11 +34,10 @@ def new(model: nn.Module | None = None, **settings) -> KFAC:
 
 
 def step(optimizer: KFAC, x: Tensor = X, y: Tensor = Y) -> list[str]:
-    """The kinds of the events and notes of one step."""
+    """The kinds of the events of one step."""
     optimizer.step(optimizer.closure(x, y))
     assert all(bool(p.isfinite().all()) for p in optimizer.model.parameters())
-    report = optimizer.report
-    return [str(event.kind) for event in (*report.events, *report.notes)]
+    return [str(event.kind) for event in optimizer.report.events]
 
 
 def test_the_page_has_every_kind_and_no_other():
@@ -75,7 +74,7 @@ def test_more_damping_for_the_block_that_needs_it(inverse):
     curvature = optimizer._state.curvature
     blocks = list(curvature.blocks)
     A, G = blocks[1].A, blocks[1].G.clone()
-    shift = kronfac.FactoredTikhonov().shifts(A, G, FIXED["gamma"].gamma)[1]
+    shift = kronfac.extend.FactoredTikhonov().shifts(A, G, FIXED["gamma"].gamma)[1]
     G[0, 0], G[1, 1] = -30 * shift, G[1, 1] + 60 * shift  # indefinite, with a positive trace
     blocks[1] = replace(blocks[1], G=G)
     optimizer._state = replace(optimizer._state, curvature=replace(curvature, blocks=tuple(blocks)))
@@ -181,14 +180,14 @@ def without_memory(monkeypatch, inverse: type, error: Exception) -> None:
 def test_no_memory_for_a_refresh(error, lag, monkeypatch):
     first, optimizer = new(inverse_lag=lag, inverse_interval=4), new(inverse_interval=4)
     with monkeypatch.context() as patched:
-        without_memory(patched, kronfac.BlockDiagonalInverse, error)
+        without_memory(patched, kronfac.extend.BlockDiagonalInverse, error)
         assert step(first) == ["out_of_memory", "block_plain"]
     assert step(first) == []
     for _ in range(8):
         step(optimizer)
     old = optimizer._state.current
     with monkeypatch.context() as patched:
-        without_memory(patched, kronfac.BlockDiagonalInverse, error)
+        without_memory(patched, kronfac.extend.BlockDiagonalInverse, error)
         kinds = [step(optimizer) for _ in range(4)]
     assert ["out_of_memory", "refresh_failed"] in kinds
     assert optimizer._state.current is old
@@ -198,7 +197,7 @@ def test_other_errors_of_a_refresh_are_raised_and_change_nothing(monkeypatch):
     optimizer = new()
     step(optimizer)
     before = Snapshot.of(optimizer)
-    without_memory(monkeypatch, kronfac.BlockDiagonalInverse, RuntimeError("a mistake"))
+    without_memory(monkeypatch, kronfac.extend.BlockDiagonalInverse, RuntimeError("a mistake"))
     with pytest.raises(RuntimeError, match="a mistake"):
         step(optimizer)
     before.assert_untouched(optimizer)
@@ -224,14 +223,12 @@ def test_a_layer_that_saw_no_data():
     optimizer = new(Skipping())
     closure = closure_of(optimizer, nn.MSELoss(), X, Y)
     optimizer.step(closure)
-    assert not optimizer.report.events + optimizer.report.notes
+    assert not optimizer.report.events
     moments = optimizer._state.curvature.blocks[0]
     optimizer.model.skips = True
-    told = []
     for _ in range(2):
         optimizer.step(closure)
-        told.append([str(event.kind) for event in optimizer.report.notes])
-    assert told == [["no_data"], []]
+        assert not optimizer.report.events
     assert same(vars(optimizer._state.curvature.blocks[0]), vars(moments))
 
 
@@ -242,19 +239,14 @@ def test_dead_units_and_constant_inputs():
     x = X.clone()
     x[:, 1] = 0.3
     optimizer = new(model)
-    assert step(optimizer, x) == ["dead_units", "constant_inputs"]
-    dead, constant = (event.message for event in optimizer.report.notes)
-    assert "2 of 5 in '0'" in dead
-    assert "1 of 4 in '0'" in constant
-    assert "2 of 5 in '2'" in constant
-    assert step(optimizer, x) == []  # told
+    assert [step(optimizer, x) for _ in range(2)] == [[], []]
 
 
 def test_a_batch_of_one():
     optimizer = new()
     step(optimizer)
     kinds = [step(optimizer, X[:1], Y[:1]), step(optimizer, X[1:2], Y[1:2]), step(optimizer)]
-    assert kinds == [["batch_of_one"], [], []]
+    assert kinds == [[], [], []]
 
 
 def test_a_gradient_of_zero():
@@ -263,21 +255,8 @@ def test_a_gradient_of_zero():
     with torch.no_grad():
         y = model(X)
     before = flat(model)
-    assert step(optimizer, X, y) == ["zero_gradient"]
+    assert step(optimizer, X, y) == []
     assert torch.equal(flat(model), before)
-
-
-def test_parameters_changed_behind_our_back():
-    optimizer = new()
-    step(optimizer)
-    assert step(optimizer) == []
-    with torch.no_grad():
-        optimizer.model[0].weight.clamp_(-0.1, 0.1)
-    assert step(optimizer) == ["parameters_changed"]
-    assert step(optimizer) == []
-    optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.model.load_state_dict(optimizer.model.state_dict())
-    assert step(optimizer) == []
 
 
 def test_a_rollback_does_not_undo_what_others_did():
@@ -299,6 +278,5 @@ def test_a_rollback_does_not_undo_what_others_did():
     object.__setattr__(optimizer.network, "place", lambda theta: places.append(original(theta)))
     optimizer.step(optimizer.closure(X, Y))
     assert optimizer.report.rejected
-    assert "parameters_changed" in [event.kind for event in optimizer.report.notes]
     assert not places
     assert not torch.equal(flat(optimizer.model), before)

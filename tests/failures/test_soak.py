@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC, SampledFisher
+from kronfac import KFAC
+from kronfac.extend import SampledFisher
 from tests.conftest import mlp, normal
 
 STEPS = 4000

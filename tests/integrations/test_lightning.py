@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kronfac import KFAC
+from kronfac.errors import LoopError
 from kronfac.integrations.lightning import half_precision
 from tests.integrations import problem
 from tests.networks import libraries
@@ -70,20 +71,16 @@ def test_accumulated_micro_batches_are_one_mini_batch(lightning):
 
 
 def test_a_functional_loss_with_accumulated_gradients_is_told_with_what_can_be_done(lightning):
-    """Lightning's user writes no closure, and the line that the warning points to is the user's own."""
+    """Lightning's user writes no closure."""
     module = classifier(lightning)
     module.training_step = lambda batch, batch_idx: nn.functional.cross_entropy(
         module.model(batch[0]), batch[1]
     )
     trainer = lightning.Trainer(max_epochs=1, accumulate_grad_batches=2, **QUIET)
-    with pytest.warns(UserWarning, match=r"has not seen the loss") as caught:
+    with pytest.raises(LoopError, match="Call the same object, not a function") as caught:
         trainer.fit(module, problem.loader(batch_size=32))
-    (unseen,) = [w for w in caught if "has not seen the loss" in str(w.message)]
-    message = str(unseen.message)
-    assert "pass the same object to KFAC(model, loss)" in message
-    assert "Without accumulated gradients functions are seen too." in message
-    assert "give step() a closure" not in message
-    assert unseen.filename == __file__
+    assert "do not accumulate gradients: then functions are recorded too." in str(caught.value)
+    assert "pass a closure" not in str(caught.value)
 
 
 @pytest.mark.slow

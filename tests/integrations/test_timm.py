@@ -1,4 +1,4 @@
-"""timm: K-FAC by name, with timm's groups."""
+"""timm: K-FAC with timm's groups and schedulers."""
 
 import importlib
 
@@ -6,19 +6,15 @@ import pytest
 from torch import nn
 
 from kronfac import KFAC
-from kronfac.integrations import timm as integration
+from kronfac.integrations.timm import create_optimizer
 from tests.integrations import problem
 from tests.networks import libraries
 
 
-def test_it_is_in_the_registry_and_trains():
+def test_it_has_timms_groups_and_trains():
     libraries.timm()
-    optim = importlib.import_module("timm.optim")
-    integration.register()
-    integration.register()  # once is enough, twice no mistake
-    assert "kfac" in optim.list_optimizers()
     model, loss_fn = problem.network(), nn.CrossEntropyLoss()
-    optimizer = optim.create_optimizer_v2(model, opt="kfac", weight_decay=1e-4, loss=loss_fn)
+    optimizer = create_optimizer(model, loss_fn, weight_decay=1e-4)
     assert isinstance(optimizer, KFAC)
     assert sorted(group["weight_decay"] for group in optimizer.param_groups) == [0.0, 1e-4]
     assert {group["lr"] for group in optimizer.param_groups} == {1.0}
@@ -33,14 +29,12 @@ def test_it_is_in_the_registry_and_trains():
 @pytest.mark.slow
 def test_a_network_and_a_scheduler_of_timms():
     timm = libraries.timm()
-    optim = importlib.import_module("timm.optim")
     schedules = importlib.import_module("timm.scheduler")
-    integration.register()
     model = timm.create_model("resnet10t", num_classes=3, in_chans=1, drop_rate=0.0)
     x, y = problem.data(24)
     images = x.float()[:, :2].repeat_interleave(512, dim=1).reshape(24, 1, 32, 32)
     loss_fn = nn.CrossEntropyLoss()
-    optimizer = optim.create_optimizer_v2(model, opt="kfac", loss=loss_fn)
+    optimizer = create_optimizer(model, loss_fn)
     scheduler, _ = schedules.create_scheduler_v2(
         optimizer, sched="cosine", num_epochs=8, warmup_epochs=2, warmup_lr=0.1
     )

@@ -103,23 +103,6 @@ def test_a_checkpoint_is_continued_to_the_bit(tmp_path):
     assert_same(one, other, 0.0)
 
 
-@pytest.mark.slow
-def test_it_is_evaluated_and_saved_at_the_average_and_resumed_to_the_bit(tmp_path):
-    options = {"num_train_epochs": 2, "eval_strategy": "epoch", "save_strategy": "epoch"}
-    average = {"average_decay": 0.9}
-    one, other, none = model(), model(), model()
-    whole = trainer(one, tmp_path / "whole", settings=average, **options)
-    whole.train()
-    (first, *_) = sorted((tmp_path / "whole").glob("checkpoint-*"))
-    resumed = trainer(other, tmp_path / "resumed", settings=average, **options)
-    resumed.train(resume_from_checkpoint=str(first))
-    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
-    trainer(none, tmp_path / "none", num_train_epochs=2).train()
-    assert not torch.equal(next(one.parameters()), next(none.parameters()))
-    whole.optimizer.train()
-    assert all(map(torch.equal, one.state_dict().values(), none.state_dict().values()))
-
-
 def test_half_precision(tmp_path):
     network = model()
     run = trainer(network, tmp_path, bf16=True, num_train_epochs=5)

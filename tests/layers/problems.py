@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from kronfac.curvature import Block, Curvature, ExactFisher, Fisher
-from kronfac.network import Batch, Blocks, Buffers, Network, find_units, record
-from kronfac.network.discovery import discover
+from kronfac.model import Blocks, Buffers, Network, find_units
 from kronfac.objective import objective_of
+from kronfac.record import Batch, record
+from kronfac.record.discovery import discover
 from tests.curvature.test_estimate import estimate_on
 from tests.layers.truth import Truth, truth
 
@@ -40,7 +41,7 @@ class Problem:
 
     @cached_property
     def _seen(self) -> tuple[Network, Batch]:
-        found = find_units(self.model, "diagonal", self.blocks)
+        found = find_units(self.model, self.blocks)
         objective = objective_of(self.loss)
         network = Network(
             self.model, found.units, found.sites, objective, Buffers(self.model), self.blocks

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from kronfac.network import Blocks
+from kronfac.model import Blocks
 from kronfac.storage import tensors_in
 from tests.conftest import AUTODIFF
 from tests.layers.kinds import KINDS

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kronfac import KFAC, Blocks
+from kronfac.errors import UnsupportedModelError
 from tests.conftest import normal
 
 EXPERTS = {
@@ -44,7 +45,7 @@ class Mixture(nn.Module):
         {},
         {"inverse": "ekfac"},
         {"inverse": "block_tridiagonal"},
-        {"blocks": Blocks("reduce", 0)},
+        {"blocks": Blocks(dense_limit=0)},
         {"fisher": "exact"},
     ],
     ids=str,
@@ -72,3 +73,10 @@ def test_an_expert_that_is_called_with_no_example(kind, settings):
     assert losses[2] < losses[0]
     assert losses[5] < losses[3]
     assert all(unit.observed for unit in optimizer.network.units)
+
+
+def test_reduce_needs_the_examples_of_every_use():
+    model, loss = Mixture("linear").double(), nn.CrossEntropyLoss()
+    optimizer = KFAC(model, loss, blocks=Blocks("reduce", 0))
+    with pytest.raises(UnsupportedModelError, match=r"experts.*Use Blocks\(sharing=\"expand\"\)"):
+        optimizer.step(optimizer.closure(normal(16, 3), torch.arange(16) % 2))

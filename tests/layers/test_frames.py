@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from kronfac import KFAC, Blocks
-from kronfac.linearization import Traced
+from kronfac.linearize import Traced
 from tests.conftest import ALGEBRA, batch, network_of, normal
 
 N, FRAMES, CHANNELS, CLASSES = 6, 3, 2, 3
@@ -69,8 +69,17 @@ def test_frames_are_places_of_their_example(layer, length):
 
 
 @each_layer
-@pytest.mark.parametrize("kind", [Video, SomeExamples])
-@pytest.mark.parametrize("blocks", [Blocks(), Blocks(dense_limit=0), Blocks("reduce", 0)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "blocks"),
+    [
+        (Video, Blocks()),
+        (Video, Blocks(dense_limit=0)),
+        (Video, Blocks("reduce", 0)),
+        (SomeExamples, Blocks()),
+        (SomeExamples, Blocks(dense_limit=0)),
+    ],
+    ids=str,
+)
 def test_they_train(kind, layer, blocks):
     torch.manual_seed(0)
     model = kind(LAYERS[layer]()).double()

@@ -11,9 +11,9 @@ from torch.testing import assert_close
 
 from kronfac import KFAC, Blocks
 from kronfac.curvature import SummedGradient
-from kronfac.fisher_products import fisher_gram
-from kronfac.linearization import Traced
-from kronfac.network import Network
+from kronfac.linearize import Traced
+from kronfac.model import Network
+from kronfac.step.fisher_products import fisher_gram
 from tests.conftest import AUTODIFF, normal
 from tests.layers.architectures import Architecture, architectures
 from tests.layers.modules import PositionTable

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kronfac.curvature import Block, DenseBlock, KroneckerBlock
-from kronfac.network import Unit
+from kronfac.model import Unit
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from kronfac import KFAC, SampledFisher
-from kronfac.linearization import ByHand, Trace, Traced, linearize
-from kronfac.linearization.by_hand import outputs_at, trace_call, trace_of
-from kronfac.linearization.elementwise import ELEMENTWISE
-from kronfac.network import Batch, LossCall, ModelCall, Pass, Ref, subsets
-from kronfac.network.division import Division, select
-from kronfac.network.program import Operation
-from kronfac.network.side_effects import RandomState
+from kronfac import KFAC
+from kronfac.extend import SampledFisher
+from kronfac.linearize import ByHand, Trace, Traced, linearize
+from kronfac.linearize.by_hand import outputs_at, trace_call, trace_of
+from kronfac.linearize.elementwise import ELEMENTWISE
+from kronfac.model.side_effects import RandomState
+from kronfac.record import Batch, LossCall, ModelCall, Pass, Ref, subsets
+from kronfac.record.batch import Operation
+from kronfac.record.examples import select
 from tests.conftest import batch, network_of
 
 ROWS, IN, OUT = 7, 5, 3
@@ -293,7 +294,7 @@ def test_the_trace_of_some_examples_is_part_of_that_of_all(index: range | list[i
     (part,) = batch(network, x).passes
     kept = replace(part, steps=(replace(part.calls[0], trace=trace(model, x)),))
     chosen = index if isinstance(index, range) else torch.tensor(index)
-    fewer = select(kept, chosen, Division())
+    fewer = select(kept, chosen)
     found = trace_of(network, fewer)
     assert isinstance(found, Trace)
     assert found is fewer.calls[0].trace

@@ -10,18 +10,31 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from kronfac.curvature import SummedGradient
-from kronfac.linearization import ByHand, Linearization, Traced, finite_difference, forward_mode
-from kronfac.linearization.by_hand import trace_of
-from kronfac.linearization.traced import jvp
-from kronfac.network import Network, Pass, record
-from kronfac.network.discovery import discover
+from kronfac.linearize import ByHand, Linearization, Traced, finite_difference, forward_mode
+from kronfac.linearize.base import outputs_and_jvp
+from kronfac.linearize.by_hand import trace_of
+from kronfac.model import Network
 from kronfac.objective import Gaussian
+from kronfac.record import Pass, record
+from kronfac.record.discovery import discover
 from tests.conftest import ALGEBRA, mlp, network_of, normal
 
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 """Tolerance of engines that differentiate."""
 DIFFERENCES = {"rtol": 1e-7, "atol": 1e-8}
 """Tolerance of central differences in float64, whose ε is 4e-7 of ‖θ‖/‖v‖: ε² and 1e-16/ε."""
+
+
+def engine_jvp(network, part, directions):
+    return outputs_and_jvp(network, part, directions)[1]
+
+
+def forward_jvp(network, part, directions):
+    return forward_mode.outputs_and_jvp(network, part, directions)[1]
+
+
+def difference_jvp(network, part, directions):
+    return finite_difference.outputs_and_jvp(network, part, directions)[1]
 
 
 class Residual(nn.Module):
@@ -162,7 +175,7 @@ def test_forward_mode_takes_what_has_no_gradients_for_a_constant():
     network, part = Problem(Constants, normal(5, 3)).network()
     J = dense_jacobian(network, part)
     v = tuple(normal(*unit.shape, seed=n) for n, unit in enumerate(network.units))
-    (Jv,) = forward_mode.jvp(network, part, [v])
+    (Jv,) = forward_jvp(network, part, [v])
     flat = torch.cat([t.reshape(-1) for t in network.split(v)])
     assert_close(part.terms[0].matrix(Jv)[0].reshape(-1), J @ flat, **EXACT)
     assert not any(t.requires_grad for t in forward_mode.outputs_and_jvp(network, part, [v])[0])
@@ -181,7 +194,7 @@ def test_outputs(name):
 @each_problem
 @pytest.mark.parametrize(
     ("engine", "tolerance"),
-    [(forward_mode.jvp, EXACT), (finite_difference.jvp, DIFFERENCES)],
+    [(forward_jvp, EXACT), (difference_jvp, DIFFERENCES)],
     ids=["forward mode", "finite differences"],
 )
 def test_products_with_the_jacobian(name, engine, tolerance):
@@ -250,7 +263,7 @@ def test_finite_differences_in_single_precision(name):
         z = model(single.x)
         Gaussian()(z, torch.zeros_like(z)).backward()
     (part,) = recording.batch().passes
-    (raw,) = finite_difference.jvp(small, part, [tuple(V.float() for V in v)])
+    (raw,) = difference_jvp(small, part, [tuple(V.float() for V in v)])
     error = (part.terms[0].matrix(raw)[0].reshape(-1).double() - expected).abs().max()
     assert error < 1e-3 * expected.abs().max()
 
@@ -268,15 +281,15 @@ def test_finite_differences_where_most_of_theta_is_scales_of_one():
         Gaussian()(model(tokens), torch.zeros(11, 3)).backward()
     (part,) = recording.batch().passes
     v = tuple(normal(*V.shape, seed=n, dtype=V.dtype) for n, V in enumerate(network.theta()))
-    (expected,) = forward_mode.jvp(network, part, [v])
-    (found,) = finite_difference.jvp(network, part, [v])
+    (expected,) = forward_jvp(network, part, [v])
+    (found,) = difference_jvp(network, part, [v])
     assert (found - expected).norm() < 2e-3 * expected.norm()
 
 
 def test_a_direction_of_zeros_has_no_tangent():
     network, part = PROBLEMS["perceptron"].network()
     zeros = tuple(torch.zeros_like(V) for V in network.theta())
-    for engine in (forward_mode.jvp, finite_difference.jvp):
+    for engine in (forward_jvp, difference_jvp):
         (found,) = engine(network, part, [zeros])
         assert torch.equal(found, torch.zeros_like(found))
 
@@ -309,12 +322,12 @@ def test_without_forward_mode_differences_are_taken_from_then_on(monkeypatch):
     J = dense_jacobian(network, part)
     (v,) = directions_of(network, 1)
     with pytest.raises((RuntimeError, NotImplementedError)):
-        forward_mode.jvp(network, part, [v])
+        forward_jvp(network, part, [v])
     for _ in range(2):
-        (raw,) = jvp(network, part, [v])
+        (raw,) = engine_jvp(network, part, [v])
         assert_close(raw[0].reshape(-1), J @ flat(network, v), **DIFFERENCES)
         assert not network.learned.forward_mode
-        monkeypatch.delattr(forward_mode, "jvp", raising=False)  # not asked again
+        monkeypatch.delattr(forward_mode, "outputs_and_jvp", raising=False)  # not asked again
 
 
 class Routed(Opaque):
@@ -349,7 +362,7 @@ def beside_an_edge(untruthful: bool) -> tuple[Network, Pass, tuple[Tensor, ...]]
 def test_differences_are_shorter_where_examples_go_another_way():
     network, part, v = beside_an_edge(False)
     J = dense_jacobian(network, part)
-    (jumped,) = finite_difference.jvp(network, part, [v])
+    (jumped,) = difference_jvp(network, part, [v])
     assert (jumped[0].reshape(-1) - J @ flat(network, v)).norm() > 1e3
     for _ in range(2):  # from then on
         (found,) = Traced(network, part).jvp([v])
@@ -376,17 +389,17 @@ def test_out_of_memory_once_is_not_for_good(error, monkeypatch):
     """Differences take less; the next pass, which may be smaller, is by forward mode again."""
     network, part = PROBLEMS["layer normalisation"].network()
     (v,) = directions_of(network, 1)
-    (expected,) = jvp(network, part, [v])
+    (expected,) = engine_jvp(network, part, [v])
 
     def fails(*args):
         raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(forward_mode, "outputs_and_jvp", fails)
-        (found,) = jvp(network, part, [v])
+        (found,) = engine_jvp(network, part, [v])
     assert_close(found, expected, **DIFFERENCES)
     assert network.learned.forward_mode
-    (again,) = jvp(network, part, [v])
+    (again,) = engine_jvp(network, part, [v])
     assert torch.equal(again, expected)
 
 
@@ -398,7 +411,7 @@ def test_an_error_of_the_model_itself_is_raised():
 
     network.model.forward = broken
     with pytest.raises(RuntimeError, match="broken"):
-        jvp(network, part, directions_of(network, 1))
+        engine_jvp(network, part, directions_of(network, 1))
     assert network.learned.forward_mode
 
 

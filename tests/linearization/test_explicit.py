@@ -6,9 +6,11 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import kronfac
-from kronfac.linearization import Explicit, Linearizer, Traced, can_be_explicit
-from kronfac.network import Batch, Network, record
+from kronfac.linearize import Explicit, Linearizer, Traced, can_be_explicit
+from kronfac.model import Network
 from kronfac.physics import Sin, WithDerivatives
+from kronfac.record import Batch, record
+from kronfac.record.examples import check_examples
 from tests.conftest import ALGEBRA, network_of, normal
 
 X, B = normal(20, 2), normal(6, 2, seed=1)
@@ -35,7 +37,7 @@ def recorded(u: nn.Module, loss=loss_of) -> tuple[Network, Batch]:
     with record(u, network.objective) as recording:
         loss(u).backward()
     network.learned.compared = True
-    return network, recording.batch()
+    return network, check_examples(network, recording.batch())
 
 
 def dense(network: Network, z: Tensor) -> Tensor:
@@ -132,15 +134,15 @@ def test_nor_by_what_the_model_computes_itself():
 
 
 def test_large_networks_keep_to_passes(monkeypatch):
-    monkeypatch.setattr("kronfac.linearization.explicit.WORK_SPACE", 26 * 44)  # 44 parameters
+    monkeypatch.setattr("kronfac.linearize.explicit.WORK_SPACE", 26 * 44)  # 44 parameters
     network, batch = recorded(solution())
     assert sum(p.numel() for p in network.parameters) == 44
     assert can_be_explicit(network, batch)
-    monkeypatch.setattr("kronfac.linearization.explicit.WORK_SPACE", 26 * 44 - 1)
+    monkeypatch.setattr("kronfac.linearize.explicit.WORK_SPACE", 26 * 44 - 1)
     assert not can_be_explicit(network, batch)
 
 
-@pytest.mark.parametrize("options", [{}, {"step_size": kronfac.ConjugateGradients(cg_steps=3)}])
+@pytest.mark.parametrize("options", [{}, {"step_rule": kronfac.ConjugateGradients(cg_steps=3)}])
 @pytest.mark.parametrize("fisher", ["sampled", "exact"])
 def test_steps_are_those_by_passes(fisher, options, monkeypatch):
     def run() -> list[Tensor]:
@@ -158,6 +160,8 @@ def test_steps_are_those_by_passes(fisher, options, monkeypatch):
         return [p.detach() for p in u.parameters()]
 
     found = run()
-    monkeypatch.setattr("kronfac.curvature_update.can_be_explicit", lambda network, batch: False)
+    monkeypatch.setattr(
+        "kronfac.step.curvature_update.can_be_explicit", lambda network, batch: False
+    )
     for p, expected in zip(found, run(), strict=True):
         assert_close(p, expected, rtol=1e-8, atol=1e-10)

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from kronfac.linearization import Traced
+from kronfac.linearize import Traced
 from tests.layers.kinds import KINDS
 from tests.layers.problems import regression
 

@@ -38,7 +38,7 @@ def test_the_fisher_norm_of_the_step(clip: float) -> None:
             nn.CrossEntropyLoss(),
             damping=FixedDamping(0.01),
             gamma=FixedGamma(0.1),
-            step_size=QuadraticModel(momentum=False),
+            step_rule=QuadraticModel(momentum=False),
             fisher_fraction=1.0,
             clip=radius,
         )

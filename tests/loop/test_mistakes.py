@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from kronfac import KFAC
-from kronfac.errors import ClosureError, LoopError, TargetError
+from kronfac.errors import LoopError
 from tests.loop.loops import PROBLEMS, step_without_closure
 
 PROBLEM = PROBLEMS["perceptron"]
@@ -61,7 +60,7 @@ def test_gradients_that_are_zero_by_themselves_are_no_mistake() -> None:
     ((x, y),) = PROBLEM.batches(1)
     step_without_closure(optimizer, lambda: 0 * PROBLEM.loss(model, x, y))
     assert optimizer.report is not None
-    assert "zero_gradient" in {note.kind for note in optimizer.report.notes}
+    assert not optimizer.report.events
 
 
 def test_a_second_step_by_the_same_gradients() -> None:
@@ -70,7 +69,8 @@ def test_a_second_step_by_the_same_gradients() -> None:
     ((x, y),) = PROBLEM.batches(1)
     step_without_closure(optimizer, lambda: PROBLEM.loss(model, x, y))
     before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(ClosureError, match="has not seen the call of the model"):
+    message = r"has not seen the call of the model.*since the last step.*step\(\) once after each"
+    with pytest.raises(LoopError, match=message):
         optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
@@ -93,19 +93,6 @@ def test_inputs_that_were_changed_before_the_step() -> None:
     x.zero_()
     with pytest.raises(LoopError, match="were changed in place"):
         optimizer.step()
-
-
-def test_targets_of_another_shape() -> None:
-    model = nn.Linear(5, 1)
-    loss_fn = nn.MSELoss()
-    optimizer = KFAC(model, loss_fn)
-    with (
-        pytest.warns(UserWarning, match="target size"),  # torch's own
-        pytest.raises(TargetError, match=r"targets of the outputs' shape \(8, 1\); got \(8,\)"),
-    ):
-        loss_fn(model(torch.randn(8, 5)), torch.randn(8))
-    assert not torch.overrides._get_current_function_mode_stack()
-    step_without_closure(optimizer, lambda: loss_fn(model(torch.randn(8, 5)), torch.randn(8, 1)))
 
 
 def test_zero_gradients_that_nobody_computed_initialise_and_change_nothing() -> None:

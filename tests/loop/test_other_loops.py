@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import kronfac
 from kronfac import KFAC
 from tests.loop.loops import (
     PROBLEMS,
@@ -138,39 +137,6 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
             step(optimizer, lambda m=model, x=inputs, y=y: PROBLEM.loss(m, x, y))
         models.append(model)
     assert same_parameters(*models)
-
-
-def test_a_declaration_in_the_loop_is_seen() -> None:
-    model = PROBLEM.model()
-    optimizer = KFAC(model, kronfac.Gaussian())
-    ((x, y),) = PROBLEM.batches(1)
-
-    def loss() -> Tensor:
-        z = kronfac.observe(model(x), kronfac.Categorical(), scale=1 / len(x))
-        return -z.log_softmax(1)[torch.arange(len(x)), y].mean()
-
-    first = float(loss().detach())
-    with pytest.warns(UserWarning, match="has not seen the loss"):
-        step_without_closure(optimizer, loss)
-    for _ in range(9):  # said once
-        step_without_closure(optimizer, loss)
-    assert float(loss().detach()) < 0.8 * first
-
-
-def test_a_functional_loss_in_the_loop_goes_by_the_declared_likelihood() -> None:
-    model = PROBLEM.model()
-    optimizer = KFAC(model, kronfac.Categorical())
-    ((x, y),) = PROBLEM.batches(1)
-
-    def loss() -> Tensor:
-        return nn.functional.cross_entropy(model(x), y)
-
-    first = float(loss().detach())
-    with pytest.warns(UserWarning, match="has not seen the loss"):
-        step_without_closure(optimizer, loss)
-    for _ in range(9):
-        step_without_closure(optimizer, loss)
-    assert float(loss().detach()) < 0.8 * first
 
 
 def test_outputs_that_the_model_is_given_again() -> None:

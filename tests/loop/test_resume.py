@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The .* gradient is 0.5 times",
     "ignore:The closure returned a loss of",
     "ignore:The .* left no gradient in 'mix'",
-    "ignore:KFAC rejected a step",
+    "ignore:KFAC rejected",
 )
 
 

@@ -6,9 +6,8 @@ from torch import nn
 
 import kronfac
 from kronfac.curvature import DenseBlock, KroneckerBlock
-from kronfac.network import Use, find_units
-from kronfac.network import adapter as registry
-from kronfac.network.layers.linear import LinearAdapter
+from kronfac.model import Use, find_units, registry
+from kronfac.model.layers.linear import LinearAdapter
 
 
 class Own(nn.Module):

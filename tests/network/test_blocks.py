@@ -12,7 +12,7 @@ from kronfac.curvature import (
     KroneckerBlock,
     KroneckerSumBlock,
 )
-from kronfac.network import Blocks
+from kronfac.model import Blocks
 from tests.conftest import normal
 
 CHOICES = {

@@ -3,9 +3,9 @@ import torch
 from torch import nn
 
 from kronfac.curvature import KroneckerBlock
-from kronfac.network import LinearAdapter, LossCall, ModelCall, Network, Pass
-from kronfac.network import adapter as registry
-from kronfac.network.chain import chain_network, find_chains
+from kronfac.model import LinearAdapter, Network, registry
+from kronfac.record import LossCall, ModelCall, Pass
+from kronfac.record.chain import chain_network, find_chains
 from tests.conftest import mlp, network_of, normal
 
 

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.testing import assert_close
 
-from kronfac.linearization import Traced
-from kronfac.network import record
-from kronfac.network.plain import PlainKernels
+from kronfac.linearize import Traced
+from kronfac.record import record
 from tests.conftest import network_of, normal, seeded
 
 product = getattr(functional, "grouped_mm", None)
@@ -42,7 +40,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_products_with_the_jacobian(seed):
-    """By forward mode, in float32, within 1e-5 of those of the definition in float64."""
+    """By finite differences, in float32, within 1 % of those of the definition in float64."""
     torch.manual_seed(seed)
     truth = Experts().double()
     v = {name: normal(*p.shape, seed=seed) for name, p in truth.named_parameters()}
@@ -59,31 +57,5 @@ def test_products_with_the_jacobian(seed):
     (part,) = recording.batch().passes
     direction = tuple(unit.join([v[n].float() for n in unit.names]) for unit in network.units)
     (found,) = Traced(network, part).jvp([direction])
-    assert network.learned.forward_mode
-    assert (found[0].double() - expected).norm() < 1e-5 * expected.norm()
-
-
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [((8, 4), (3, 4, 8)), ((3, 4, 8), (8, 8)), ((4, 8), (8, 12)), ((3, 4, 8), (3, 8, 4))],
-    ids=["rows", "columns", "sums", "one by one"],
-)
-def test_plain_operations_are_the_kernel(left, right):
-    """The second group is empty, as an expert that no example goes to."""
-    a, b = normal(*left).float(), normal(*right, seed=1).float()
-    offsets = None if len(left) == len(right) == 3 else torch.tensor([4, 4, 8], dtype=torch.int32)
-    expected = product(a, b, offs=offsets)
-    with PlainKernels():
-        found = product(a, b, offs=offsets)
-    assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("columns", [False, True])
-def test_what_belongs_to_no_group_is_zero(columns):
-    """The kernel leaves it as it is in memory."""
-    x, W = normal(8, 4).float(), normal(2, 4, 8, seed=1).float()
-    offsets = torch.tensor([3, 5], dtype=torch.int32)
-    with PlainKernels():
-        found = product(W.mT, x.mT, offs=offsets).mT if columns else product(x, W, offs=offsets)
-    assert_close(found[:5], torch.cat([x[:3] @ W[0], x[3:5] @ W[1]]))
-    assert torch.equal(found[5:], torch.zeros(3, 8))
+    assert not network.learned.forward_mode
+    assert (found[0].double() - expected).norm() < 1e-2 * expected.norm()

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from kronfac.errors import UnsupportedModelError
-from kronfac.network import find_units, record_uses
+from kronfac.model import Blocks, find_units, record_uses
 from tests.conftest import mlp
 
 
@@ -197,7 +197,7 @@ def test_scripted_modules_are_refused():
 )
 def test_unknown_parameters_are_refused_if_asked_to(model, named):
     with pytest.raises(UnsupportedModelError, match=named):
-        find_units(model(), other="refuse")
+        find_units(model(), Blocks(unsupported="refuse"))
 
 
 def test_all_that_is_refused_is_named_at_once_by_type_with_what_can_be_done():
@@ -209,10 +209,10 @@ def test_all_that_is_refused_is_named_at_once_by_type_with_what_can_be_done():
         Scaled(),
     )
     with pytest.raises(UnsupportedModelError) as refusal:
-        find_units(model, other="refuse")
+        find_units(model, Blocks(unsupported="refuse"))
     message = str(refusal.value)
     assert "nn.Linear" in message
     named = "Subclass: 0.weight, 0.bias, 2.weight; Scaled: 1.0.scale, 4.scale."
     assert named in message
-    for remedy in ('other="diagonal"', "kronfac.register", "requires_grad_(False)"):
+    for remedy in ('unsupported="diagonal"', "kronfac.register", "requires_grad_(False)"):
         assert remedy in message

@@ -8,7 +8,6 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -19,11 +18,9 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint
 
 from kronfac import KFAC
-from kronfac.fisher_products import fisher_gram, fisher_product
-from kronfac.linearization import finite_difference, forward_mode
-from kronfac.network import record
-from kronfac.network.nested import tensors_of
-from kronfac.network.plain import PlainKernels
+from kronfac.linearize import finite_difference, forward_mode
+from kronfac.record import record
+from kronfac.step.fisher_products import fisher_gram, fisher_product
 from tests.conftest import mlp, network_of, normal, seeded
 
 N, C = 6, 3
@@ -463,7 +460,6 @@ def test_the_fisher_of_what_was_recorded_is_the_dense_one(name):
     gram = fisher_gram(network, batch, [v])
     assert torch.equal(torch.get_rng_state(), before)
     assert [p._version for p in model.parameters()] == versions
-    assert network.learned.forward_mode
     torch.manual_seed(1)
     own = dict(other.named_parameters())
     names = [name for unit in network.units for name in unit.names]
@@ -536,9 +532,12 @@ SINGLE: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 }
 
 
+FUSED = {"encoder", "encoder in eval", "LSTM", "LSTM, layers"}
+
+
 @pytest.mark.parametrize("name", SINGLE)
 def test_engines_in_single_precision(name):
-    """Forward mode to 1e-4, also where torch has fused kernels; differences to 1e-2, most to 1e-3."""
+    """Forward mode to 1e-4, unless torch has fused kernels; differences to 1e-2, most to 1e-3."""
     make, x = SINGLE[name]
     model = make().double()
     y = LABELS.reshape(-1) if x is SEQUENCES else Y
@@ -557,53 +556,12 @@ def test_engines_in_single_precision(name):
             network.learned.compared = True
             network.learned.forward_mode = engine is forward_mode
             gram = fisher_gram(network, batch, [tuple(V.float() for V in v)])
-            assert network.learned.forward_mode is (engine is forward_mode)
+            # Torch's kernels for attention and for LSTMs have no forward mode in single precision.
+            assert network.learned.forward_mode is (engine is forward_mode and name not in FUSED)
             errors[engine].append(abs(float(gram) / expected - 1))
-    assert max(errors[forward_mode]) < 1e-4
+    assert max(errors[forward_mode]) < (1e-2 if name in FUSED else 1e-4)
     assert max(errors[finite_difference]) < 1e-2
     assert sorted(errors[finite_difference])[1] < 1e-3
-
-
-class Packed(nn.Module):
-    """Sequences of different lengths, packed."""
-
-    def __init__(self, **kwargs: object) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(4, 3, **kwargs)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
-        packed = nn.utils.rnn.pack_padded_sequence(
-            x, lengths, batch_first=True, enforce_sorted=False
-        )
-        out, (h, c) = self.rnn(packed)
-        return nn.utils.rnn.pad_packed_sequence(out, batch_first=True)[0], h, c
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_layers": 2, "bidirectional": True, "dropout": 0.4},
-        {"bias": False, "batch_first": True},
-        {"proj_size": 2, "bidirectional": True},
-    ],
-)
-@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-def test_lstm_in_plain_operations_is_that_of_torch(dtype, options):
-    """Outputs and last states, with the same dropout masks, padded and packed."""
-    x = SEQUENCES.to(dtype)
-    whole, packed = nn.LSTM(4, 3, **options).to(dtype), Packed(**options).to(dtype)
-    lengths = torch.tensor([2, 5, 1, 4, 4, 3])
-    for call in (lambda: whole(x), lambda: packed(x, lengths)):
-        found = []
-        for context in (nullcontext(), PlainKernels()):
-            torch.manual_seed(3)
-            with context:
-                found.append(tensors_of(call()))
-        for plain_, fused in zip(*found, strict=True):
-            tolerance = 1e-6 if dtype == torch.float32 else 1e-12
-            torch.testing.assert_close(plain_, fused, rtol=tolerance, atol=tolerance)
 
 
 # --------------------------------------------------------------------------------- what is left alone
@@ -665,16 +623,3 @@ def test_tensors_of_micro_batches_are_not_kept():
     with record(model, network.objective) as recording:
         closure()
     assert [part.examples for part in recording.batch().passes] == [3, 3]
-
-
-@pytest.mark.parametrize("last", [True, False], ids=["some masked", "a row all masked"])
-def test_attention_with_a_boolean_mask_is_that_of_the_fused_kernel(last: bool) -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 3, 5, 4, dtype=torch.float64) for _ in range(3))
-    mask = torch.rand(2, 1, 5, 5) < 0.6
-    mask[..., 0] = True
-    mask[0, 0, 2] = last
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    with PlainKernels():
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from kronfac.linearization import Traced
-from kronfac.network import Unit, find_units, record_uses
+from kronfac.linearize import Traced
+from kronfac.model import Unit, find_units, record_uses
 from tests.conftest import ALGEBRA, batch, mlp, network_of, normal
 from tests.reference import dense
 

@@ -5,15 +5,17 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from kronfac.network import Batch, LossCall, ModelCall, Network, Pass, Ref, record, sizes, subsets
-from kronfac.network.division import Division, select, slicing
-from kronfac.network.program import Operation
+from kronfac.model import Network
 from kronfac.objective import Categorical, Gaussian, objective_of
+from kronfac.record import Batch, LossCall, ModelCall, Pass, Ref, record, sizes, subsets
+from kronfac.record.batch import Operation
+from kronfac.record.examples import check_examples, select
 from tests.conftest import ALGEBRA, batch, mlp, network_of, normal, seeded
 
 
 def first(network: Network, whole: Batch, fraction: float) -> Batch:
-    (found,) = subsets(network, whole, sizes(whole, fraction), None)
+    whole = check_examples(network, whole)
+    (found,) = subsets(network, whole, sizes(whole.examples, fraction), None)
     return found
 
 
@@ -40,7 +42,7 @@ def test_the_first_examples_in_the_passes_in_which_they_came(fraction, rows):
 def test_fractions_are_rounded_up_but_for_rounding_error():
     network = network_of(mlp([3, 2]))
     whole = batch(network, normal(100, 3))
-    assert sizes(whole, 0.07, 0.0701, 0.001, 1.0) == [7, 8, 1, 100]
+    assert sizes(whole.examples, 0.07, 0.0701, 0.001, 1.0) == [7, 8, 1, 100]
 
 
 def test_drawn_subsets_lie_in_each_other_and_are_in_the_order_of_the_examples():
@@ -121,7 +123,6 @@ def test_examples_are_taken_of_every_tensor_that_has_them():
     x, mask, scale = normal(6, 3), normal(6, seed=1), torch.tensor(2.0)
     network = network_of(Masked())
     part = one_pass(network, x, {"mask": mask}, scale=scale, name="n")
-    assert slicing(network, part) == "every"
     (call,) = first(network, Batch((part,)), 1 / 3).passes[0].calls
     assert torch.equal(call.args[0], x[:2])
     assert torch.equal(call.args[1]["mask"], mask[:2])
@@ -129,15 +130,13 @@ def test_examples_are_taken_of_every_tensor_that_has_them():
     assert call.kwargs["name"] == "n"
 
 
-def test_a_table_that_happens_to_be_as_long_is_left_whole():
+def test_with_a_table_that_happens_to_be_as_long_the_pass_is_used_whole():
     x, table = normal(6, 3), normal(6, 2, seed=1)
     network = network_of(Table())
     part = one_pass(network, x, table)
-    assert slicing(network, part) == "first"
-    some = first(network, Batch((part,)), 1 / 3)
-    assert some.passes[0].calls[0].args[1] is table
-    (z,) = some.passes[0].run(network.model)
-    assert_close(z, network.model(x, table)[:2], **ALGEBRA)
+    (some,) = first(network, Batch((part,)), 1 / 3).passes
+    assert not some.apart
+    assert some.calls == part.calls
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ def test_passes_whose_examples_depend_on_each_other_are_used_whole(model):
     network = network_of(model)
     parts = tuple(one_pass(network, normal(4, 3, seed=seed)) for seed in range(3))
     found = first(network, Batch(parts), 0.5)  # six of twelve
-    assert found.passes == parts[:2]
+    assert [part.calls for part in found.passes] == [part.calls for part in parts[:2]]
 
 
 class OwnLoss(nn.Module):
@@ -164,14 +163,13 @@ class OwnLoss(nn.Module):
         return nn.functional.mse_loss(z, y), z
 
 
-def test_trying_out_slices_warns_of_nothing():
-    """With the first argument alone divided, the loss in the model would get targets of another length."""
+def test_the_check_warns_of_nothing():
     model = OwnLoss()
     network = network_of(model)
     with record(model, network.objective) as recording:
         model(normal(6, 3), normal(6, seed=1))[0].backward()
     (part,) = recording.batch().passes
-    assert slicing(network, part) == "whole"
+    assert not check_examples(network, Batch((part,))).passes[0].apart
 
 
 def test_terms_of_an_example_stay_together():
@@ -184,7 +182,7 @@ def test_terms_of_an_example_stay_together():
     whole = recording.batch()
     assert whole.examples == 6
     assert whole.passes[0].terms[0].count == 12
-    some = select(whole.passes[0], torch.tensor([1, 4]), Division())
+    some = select(whole.passes[0], torch.tensor([1, 4]))
     assert some.examples == 2
     (z,) = some.run(model)
     assert_close(z, model(x[[1, 4]]).reshape(-1, 4), **ALGEBRA)

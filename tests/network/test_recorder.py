@@ -12,8 +12,8 @@ from torch.testing import assert_close
 
 import kronfac
 from kronfac.errors import ClosureError, TargetError
-from kronfac.network import Batch, record
 from kronfac.objective import Categorical, Gaussian, objective_of
+from kronfac.record import Batch, record
 from tests.conftest import ALGEBRA, mlp, normal
 
 
@@ -36,7 +36,7 @@ def recorded(model, loss, closure) -> Batch:
 
 def assert_loss(batch: Batch, model, expected) -> None:
     """The loss was seen, and can be computed again from what was recorded."""
-    assert_close(batch.seen_loss, expected.detach().double(), **ALGEBRA)
+    assert_close(batch.recorded_loss, expected.detach().double(), **ALGEBRA)
     with torch.no_grad():
         again = [
             loss.evaluate(z)
@@ -253,7 +253,7 @@ def test_declared_terms(model):
     (terms,) = batch.passes[0].terms
     assert (terms.scale, terms.likelihood.variance) == (1 / 6, 0.5)
     assert torch.equal(terms.targets, Y)
-    assert batch.seen_loss is None  # K-FAC knows its curvature, not its value
+    assert batch.recorded_loss is None  # K-FAC knows its curvature, not its value
 
 
 def test_without_a_loss_the_modules_curvature_is_that_of_the_outputs(model):
@@ -262,7 +262,7 @@ def test_without_a_loss_the_modules_curvature_is_that_of_the_outputs(model):
     (terms,) = batch.passes[0].terms
     assert terms.targets is None
     assert terms.scale == pytest.approx(1 / 12)
-    assert batch.seen_loss is None
+    assert batch.recorded_loss is None
 
 
 def test_a_loss_that_the_model_returns_first_is_no_prediction():
@@ -297,7 +297,6 @@ def test_without_a_loss_micro_batches_share_the_mean(model):
 
 
 @pytest.mark.parametrize("y", [Y[:, :1], Y[:1], Y[0]])
-@pytest.mark.filterwarnings("ignore:Using a target size")  # torch's own word on it
 def test_targets_that_torch_would_broadcast_are_refused(model, y):
     loss = nn.MSELoss()
     with pytest.raises(TargetError, match="needs targets of the outputs' shape"):
@@ -406,4 +405,4 @@ def test_no_graph_is_kept(model):
     batch = recorded(model, loss, closure)
     gc.collect()
     assert kept[0]() is None
-    assert not batch.seen_loss.requires_grad
+    assert not batch.recorded_loss.requires_grad

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from kronfac.network import Buffers, restore
-from kronfac.network.side_effects import RandomState, replay
+from kronfac.model import Buffers, restore
+from kronfac.model.side_effects import RandomState, replay
 from tests.conftest import normal
 
 

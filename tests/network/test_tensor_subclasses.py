@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kronfac import KFAC
-from kronfac.network import record
 from kronfac.objective import objective_of
+from kronfac.record import record
 from tests.conftest import ALGEBRA, mlp, normal
 from tests.network.test_recorder import assert_loss, recorded
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC, DiagonalBlock
+from kronfac import KFAC, plan
+from kronfac.extend import DiagonalBlock
 
 STEPS, FEW = 50, 15
 """What a network may take for half of its initial loss; and what the smallest ones take, to save time."""
@@ -46,8 +47,9 @@ def train(model: nn.Module, loss: Callable[[], Tensor], steps: int) -> tuple[lis
 
     The plan has to name all units that fall back to a diagonal block.
     """
+    made = plan(model, nn.CrossEntropyLoss(), example_of(model, loss))
+    planned = {row.name for row in made.fallbacks}
     optimizer = KFAC(model, nn.CrossEntropyLoss())
-    planned = {row.name for row in optimizer.plan(example_of(model, loss)).fallbacks}
 
     def closure() -> Tensor:
         optimizer.zero_grad()

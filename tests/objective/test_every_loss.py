@@ -16,9 +16,9 @@ from torch.func import functional_call, jacrev
 from torch.testing import assert_close
 
 from kronfac.curvature import ExactFisher
-from kronfac.fisher_products import fisher_gram
-from kronfac.network import record
-from kronfac.network.division import DIVISIONS, select
+from kronfac.record import record
+from kronfac.record.examples import select
+from kronfac.step.fisher_products import fisher_gram
 from tests.conftest import AUTODIFF, network_of, normal
 from tests.curvature.test_estimate import estimate_on
 from tests.objective.loss_cases import CASES, Case, Heads
@@ -73,7 +73,7 @@ def test_the_curvature_along_any_vector_is_that_of_the_definition(name):
     V = torch.stack([rows_of(network, v) for v in directions])
     assert_close(fisher_gram(network, batch, directions), V @ F @ V.mT, **AUTODIFF)
     if "declared" not in name:
-        assert_close(batch.seen_loss, loss, **AUTODIFF)
+        assert_close(batch.recorded_loss, loss, **AUTODIFF)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -133,7 +133,7 @@ def test_some_of_the_examples_have_their_own_curvature(name):
     direction = [tuple(normal(*unit.shape, seed=i) for i, unit in enumerate(network.units))]
     (whole,) = batch.passes
     total = sum(
-        fisher_gram(network, _one(batch, select(whole, index, DIVISIONS["every"])), direction)
+        fisher_gram(network, _one(batch, select(whole, index)), direction)
         for index in (range(2), torch.tensor([2, 4]), range(3, 4))
     )
     assert_close(total, fisher_gram(network, batch, direction), **AUTODIFF)

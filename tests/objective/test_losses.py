@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from kronfac.errors import TargetError, UnsupportedLossError
 from kronfac.objective import Categorical, Gaussian
-from kronfac.objective.base import likelihood_loss
+from kronfac.objective.likelihoods import likelihood_loss
 from kronfac.objective.losses import READERS
 from tests.conftest import ALGEBRA, AUTODIFF, normal, seeded
 from tests.reference import dense

@@ -10,16 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronfac import (
-    KFAC,
-    AdaptiveDamping,
-    AdaptiveGamma,
+from kronfac import KFAC, AdaptiveDamping, AdaptiveGamma, GammaSearch, LevenbergMarquardtRule
+from kronfac.extend import (
     BlockDiagonalInverse,
     BlockTridiagonalInverse,
     EigenvalueCorrectedInverse,
     ExactTikhonov,
-    GammaSearch,
-    LevenbergMarquardt,
     SampledFisher,
 )
 from tests.conftest import mlp, normal
@@ -28,7 +24,7 @@ SAVED_AT = 6
 """Two steps after a refresh and two before the next: the inverse in the file is a stale one."""
 LAST = 13
 PERIODS = {
-    "damping": LevenbergMarquardt(lambda_=0.5, interval=3),
+    "damping": LevenbergMarquardtRule(lambda_=0.5, interval=3),
     "gamma": GammaSearch(interval=4),
     "inverse_interval": 4,
 }

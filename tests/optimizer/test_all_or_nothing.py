@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC, GammaSearch, LevenbergMarquardt
+from kronfac import KFAC, GammaSearch, LevenbergMarquardtRule
 from tests.conftest import mlp, normal, passes_either_way
 from tests.optimizer.resume import Backwards
 from tests.optimizer.runs import INVERSES, Snapshot, closure_of, mean_square, same
@@ -48,7 +48,7 @@ def new_optimizer(model: nn.Module | None = None, **settings) -> KFAC:
         LOSS,
         **{
             "weight_decay": 1e-2,
-            "damping": LevenbergMarquardt(lambda_=0.5, interval=2),
+            "damping": LevenbergMarquardtRule(lambda_=0.5, interval=2),
             "gamma": GammaSearch(interval=6),
             "inverse_interval": 3,
         }
@@ -272,7 +272,7 @@ def test_a_bad_mini_batch_is_refused_and_leaves_no_trace(steps_before, inverse, 
 @pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
 def test_where_the_loss_is_not_finite_after_the_step_lambda_grows(after):
     # The step is taken all the same, as in the authors' program.
-    optimizer = new_optimizer(damping=LevenbergMarquardt(lambda_=0.5, interval=1))
+    optimizer = new_optimizer(damping=LevenbergMarquardtRule(lambda_=0.5, interval=1))
     x, y = data(0)
     user = closure_of(optimizer, mean_square, x, y)
     returned = []

@@ -13,16 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
 
-from kronfac import (
-    KFAC,
-    BlockDiagonalInverse,
-    Blocks,
-    DiagonalBlock,
-    FixedDamping,
-    FixedGamma,
-    KroneckerBlock,
-    QuadraticModel,
-)
+from kronfac import KFAC, Blocks, FixedDamping, FixedGamma, QuadraticModel
+from kronfac.extend import BlockDiagonalInverse, DiagonalBlock, KroneckerBlock
 from tests.conftest import mlp, normal
 from tests.optimizer.runs import closure_of
 
@@ -68,7 +60,7 @@ def assert_dense_step(model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor, o
         fisher="exact",
         damping=FixedDamping(LAMBDA),
         gamma=FixedGamma(0.5),
-        step_size=QuadraticModel(momentum=True),
+        step_rule=QuadraticModel(momentum=True),
     )
     last = None
     for step in range(3):

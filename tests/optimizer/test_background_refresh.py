@@ -17,18 +17,20 @@ from kronfac import (
     KFAC,
     AdaptiveDamping,
     AdaptiveGamma,
+    FixedDamping,
+    FixedGamma,
+    GammaSearch,
+    LevenbergMarquardtRule,
+)
+from kronfac.curvature import Curvature, KroneckerMoments, Link
+from kronfac.errors import NotPositiveDefiniteError, StateError
+from kronfac.extend import (
     BlockDiagonalInverse,
     BlockTridiagonalInverse,
     DampingState,
     EigenvalueCorrectedInverse,
     ExactTikhonov,
-    FixedDamping,
-    FixedGamma,
-    GammaSearch,
-    LevenbergMarquardt,
 )
-from kronfac.curvature import Curvature, KroneckerMoments, Link
-from kronfac.errors import NotPositiveDefiniteError, StateError
 from kronfac.linalg.parallel import LARGE
 from kronfac.storage import pack
 from tests.conftest import forked, mlp, normal, spd
@@ -36,7 +38,7 @@ from tests.optimizer.runs import same
 
 INTERVAL, LAG = 5, 3
 PERIODS = {
-    "damping": LevenbergMarquardt(lambda_=0.5, interval=2),
+    "damping": LevenbergMarquardtRule(lambda_=0.5, interval=2),
     "gamma": GammaSearch(interval=INTERVAL),
     "inverse_interval": INTERVAL,
     "inverse_lag": LAG,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import kronfac
-from kronfac import KFAC, AdaptiveDamping, FixedDamping, LevenbergMarquardt, RawStep
+from kronfac import KFAC, AdaptiveDamping, FixedDamping, LevenbergMarquardtRule, RawStep
 from tests.conftest import mlp, normal
 from tests.optimizer.runs import mean_square
 
@@ -59,7 +59,7 @@ def test_once_with_all_trials_and_validations_if_the_loss_is_seen(settings):
 
 
 def test_once_if_the_functional_form_is_called():
-    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, damping=LevenbergMarquardt(0.5, interval=1))
+    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, damping=LevenbergMarquardtRule(0.5, interval=1))
     for k in range(5):
         closure = Counted(optimizer, *data(k))
         closure._loss = nn.functional.mse_loss
@@ -84,7 +84,7 @@ def test_once_more_for_every_trial_and_every_rho_if_it_is_not_seen():
 
 @pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
 def test_the_papers_rho_is_one_more():
-    damping = LevenbergMarquardt(0.5, interval=3)
+    damping = LevenbergMarquardtRule(0.5, interval=3)
     optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, damping=damping)
     assert [calls(optimizer, k, seen=False) for k in range(7)] == [1, 1, 2, 1, 1, 2, 1]
 
@@ -96,7 +96,7 @@ def test_twice_after_a_rejection_in_turn_or_not(in_turn):
     for _ in range(4):
         assert calls(optimizer, 0) == 1
     sensible = optimizer.settings
-    optimizer.settings = replace(sensible, step_size=RawStep(30.0))
+    optimizer.settings = replace(sensible, step_rule=RawStep(30.0))
     assert calls(optimizer, 0) == 1
     optimizer.settings = sensible
     assert calls(optimizer, 0) == 2

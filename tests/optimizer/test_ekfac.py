@@ -11,18 +11,10 @@ from torch import nn
 from torch.testing import assert_close
 
 import kronfac.linalg.spd
-from kronfac import (
-    KFAC,
-    EigenvalueCorrectedInverse,
-    EventKind,
-    ExactFisher,
-    ExactTikhonov,
-    FixedDamping,
-    FixedGamma,
-    RawStep,
-)
+from kronfac import KFAC, EventKind, FixedDamping, FixedGamma, RawStep
 from kronfac.curvature import Curvature
 from kronfac.errors import StateError
+from kronfac.extend import EigenvalueCorrectedInverse, ExactFisher, ExactTikhonov
 from tests.conftest import AUTODIFF, mlp, normal
 from tests.optimizer.runs import same
 from tests.reference import dense
@@ -60,7 +52,7 @@ def test_whole_steps_by_the_dense_definition(lag):
     """θ ← θ − E (S + γ²)⁻¹ Eᵀ ∇h, E of the last refresh, S of all steps since, this one included."""
     optimizer = new(
         inverse_lag=lag,
-        step_size=RawStep(1.0),
+        step_rule=RawStep(1.0),
         fisher=ExactFisher(ema_decay=0.9),
         acceptance=None,
         statistics_fraction=1.0,
@@ -229,7 +221,7 @@ def noisy(seed):
 
 
 def test_the_factored_damping_takes_fewer_steps_than_gamma_squared_alone():
-    """Why it is the default (docs/results/ekfac.md)."""
+    """Why it is the default."""
     for seed in range(3):
         factored, exact = (
             steps_to(0.05, noisy, seed, inverse)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC, GammaSearch, LevenbergMarquardt, QuadraticModel
+from kronfac import KFAC, GammaSearch, LevenbergMarquardtRule, QuadraticModel
 from tests.conftest import mlp, normal, passes_either_way
 from tests.optimizer.pseudocode import Pseudocode
 from tests.optimizer.runs import INVERSES, agree
@@ -82,7 +82,7 @@ def test_a_change_of_weight_decay_takes_effect_at_once(inverse):
         LOSS,
         inverse=inverse,
         fisher="exact",
-        damping=LevenbergMarquardt(lambda_=0.5, interval=2),
+        damping=LevenbergMarquardtRule(lambda_=0.5, interval=2),
         gamma=GammaSearch(interval=6, minimum=0.1),
         inverse_interval=3,
     )
@@ -112,7 +112,7 @@ def test_there_is_no_report_before_the_first_step():
 
 def test_what_the_report_holds():
     model = mlp([4, 5, 3], seed=3)
-    damping = LevenbergMarquardt(lambda_=0.5, interval=2)
+    damping = LevenbergMarquardtRule(lambda_=0.5, interval=2)
     optimizer = KFAC(model, LOSS, weight_decay=0.25, damping=damping)
     reports = []
     for step in range(4):
@@ -133,7 +133,7 @@ def test_what_the_report_holds():
 
 
 def test_the_seconds_of_a_step_are_those_that_passed():
-    optimizer = KFAC(mlp([4, 5, 3]), LOSS, damping=LevenbergMarquardt(interval=1))
+    optimizer = KFAC(mlp([4, 5, 3]), LOSS, damping=LevenbergMarquardtRule(interval=1))
     optimizer.step(optimizer.closure(*data(0)))
     start = time.perf_counter()
     optimizer.step(optimizer.closure(*data(1)))
@@ -145,7 +145,7 @@ def test_the_seconds_of_a_step_are_those_that_passed():
         "inverse",
         "direction",
         "fisher_products",
-        "step_size",
+        "step_rule",
         "reduction_ratio",
         "commit",
     }
@@ -154,7 +154,7 @@ def test_the_seconds_of_a_step_are_those_that_passed():
 
 
 def test_without_momentum_there_is_no_mu():
-    optimizer = KFAC(mlp([4, 5, 3]), LOSS, step_size=QuadraticModel(momentum=False))
+    optimizer = KFAC(mlp([4, 5, 3]), LOSS, step_rule=QuadraticModel(momentum=False))
     for step in range(3):
         optimizer.step(optimizer.closure(*data(step)))
         assert optimizer.report.mu is None
@@ -166,7 +166,7 @@ def test_a_stationary_point_is_left_alone():
     x = normal(15, 4)
     y = model(x).detach()
     kept = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = KFAC(model, LOSS, damping=LevenbergMarquardt(lambda_=0.5, interval=1))
+    optimizer = KFAC(model, LOSS, damping=LevenbergMarquardtRule(lambda_=0.5, interval=1))
     for _ in range(3):
         optimizer.step(optimizer.closure(x, y))
         assert not optimizer.report.refused

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC, AdaptiveDamping, LongMemory, QuadraticModel
+from kronfac import KFAC, AdaptiveDamping, QuadraticModel
 from kronfac.control import Measurement, MemoryState, RawStep
+from kronfac.extend import LongMemory
 from tests.conftest import mlp, normal
 
 LOSS = nn.MSELoss()
@@ -93,9 +94,9 @@ def test_nothing_is_averaged_where_mini_batches_agree():
     assert optimizer._state.step.memory.length == math.inf
 
 
-@pytest.mark.parametrize("step_size", [RawStep(0.1), QuadraticModel()])
-def test_nor_by_rules_without_a_long_memory(step_size):
-    optimizer = optimizer_of(mlp([3, 8, 2], seed=1), step_size=step_size)
+@pytest.mark.parametrize("step_rule", [RawStep(0.1), QuadraticModel()])
+def test_nor_by_rules_without_a_long_memory(step_rule):
+    optimizer = optimizer_of(mlp([3, 8, 2], seed=1), step_rule=step_rule)
     for k in range(45):
         optimizer.step(optimizer.closure(*rows(k)))
     assert optimizer._state.step.memory.average is None
@@ -104,7 +105,7 @@ def test_nor_by_rules_without_a_long_memory(step_size):
 
 def test_nor_by_a_long_memory_that_does_not_average():
     memory = LongMemory(averaged=None)
-    optimizer = optimizer_of(mlp([3, 8, 2], seed=1), step_size=QuadraticModel(memory=memory))
+    optimizer = optimizer_of(mlp([3, 8, 2], seed=1), step_rule=QuadraticModel(memory=memory))
     for k in range(61):
         optimizer.step(optimizer.closure(*rows(k)))
     assert optimizer._state.acceptance.confirmed < 0.25

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac import (
-    KFAC,
+from kronfac import KFAC, ConjugateGradients
+from kronfac.extend import (
     BlockDiagonalInverse,
     BlockTridiagonalInverse,
-    ConjugateGradients,
     ExactTikhonov,
     FactoredTikhonov,
 )
@@ -27,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "block_tridiagonal": {"inverse": BlockTridiagonalInverse()},
     "smith": {"inverse": BlockTridiagonalInverse(solver="smith")},
     "weight_decay": {"weight_decay": 1e-3},
-    "conjugate_gradients": {"step_size": ConjugateGradients(cg_steps=3)},
+    "conjugate_gradients": {"step_rule": ConjugateGradients(cg_steps=3)},
 }
 STEPS = 30
 

@@ -94,7 +94,7 @@ def test_it_comes_back_with_a_step_that_is_rejected():
     u = optimizer._state.step.momentum
     assert u is not optimizer._state.acceptance.pending.delta
     sensible = optimizer.settings
-    optimizer.settings = replace(sensible, step_size=RawStep(1e4))
+    optimizer.settings = replace(sensible, step_rule=RawStep(1e4))
     advance(optimizer, 44)
     optimizer.settings = sensible
     advance(optimizer, 45)

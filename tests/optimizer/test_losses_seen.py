@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
 
-from kronfac import KFAC, GammaSearch, LevenbergMarquardt
+from kronfac import KFAC, GammaSearch, LevenbergMarquardtRule
 from kronfac.errors import ClosureError
 from tests.conftest import mlp, normal, passes_either_way
 from tests.optimizer.pseudocode import Pseudocode
@@ -20,7 +20,7 @@ passes = passes_either_way()
 OURS = {
     "weight_decay": 1e-2,
     "fisher": "exact",
-    "damping": LevenbergMarquardt(lambda_=0.5, interval=1),
+    "damping": LevenbergMarquardtRule(lambda_=0.5, interval=1),
     "gamma": GammaSearch(interval=4),
     "inverse_interval": 2,
 }

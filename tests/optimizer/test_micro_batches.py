@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import kronfac
-from kronfac import KFAC, BlockDiagonalInverse, GammaSearch, LevenbergMarquardt, SampledFisher
+from kronfac import KFAC, GammaSearch, LevenbergMarquardtRule
+from kronfac.extend import BlockDiagonalInverse, SampledFisher
 from kronfac.storage import tensors_in
 from tests.conftest import ALGEBRA, mlp, normal, passes_either_way
 from tests.optimizer.runs import INVERSES, NUMBERS, close, targets_for
@@ -43,7 +44,7 @@ def new_optimizer(loss: nn.Module, model: nn.Module | None = None, **settings) -
         loss,
         **{
             "weight_decay": 1e-2,
-            "damping": LevenbergMarquardt(lambda_=0.5, interval=2),
+            "damping": LevenbergMarquardtRule(lambda_=0.5, interval=2),
             "gamma": GammaSearch(interval=4),
             "inverse_interval": 2,
             "statistics_fraction": 0.5,

@@ -11,9 +11,9 @@ from torch.nn.modules.module import register_module_full_backward_hook
 from torch.testing import assert_close
 
 from kronfac import KFAC, Bernoulli, Categorical, Gaussian
-from kronfac.closure import FoundByHand
 from kronfac.errors import ClosureError, TargetError, UnsupportedModelError
-from kronfac.step import Transition, compute_step
+from kronfac.linearize.by_hand import PassByHand, pass_by_hand
+from kronfac.step.compute import Transition, compute_step
 from tests.conftest import AUTODIFF, mlp, normal, random_targets
 from tests.optimizer.runs import Snapshot
 
@@ -33,9 +33,9 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 def by_hand(
     optimizer: KFAC, x: Tensor, y: Tensor, chunk: int | None = None, factors: bool = False
-) -> FoundByHand | None:
+) -> PassByHand | None:
     """What the closure finds by hand, or that it is left to torch."""
-    return optimizer.closure(x, y, chunk=chunk).by_hand(optimizer.network, factors)
+    return pass_by_hand(optimizer.closure(x, y, chunk=chunk), optimizer.network, factors)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -51,8 +51,8 @@ def test_loss_and_gradients(name: str, bias: bool) -> None:
     passed = by_hand(optimizer, x, y)
     assert passed is not None
     assert_close(passed.loss, expected, **AUTODIFF)
-    assert passed.batch.seen_loss is not None
-    assert_close(passed.batch.seen_loss, expected, **AUTODIFF)
+    assert passed.batch.recorded_loss is not None
+    assert_close(passed.batch.recorded_loss, expected, **AUTODIFF)
     assert [p.grad is not None for p in model.parameters()] == [True] * len(grads)
     for p, grad in zip(model.parameters(), grads, strict=True):
         assert_close(p.grad, grad, **AUTODIFF)
@@ -129,7 +129,7 @@ def test_gradients_from_before_are_not_held_while_the_step_is_computed(
         held.append(any(grad() is not None for grad in before))
         return compute_step(*args, **settings)
 
-    monkeypatch.setattr("kronfac.transitions.compute_step", watched)
+    monkeypatch.setattr("kronfac.step.take.compute_step", watched)
     optimizer.step(optimizer.closure(x, y, chunk=chunk))
     assert len(before) == 4
     assert held == [False]

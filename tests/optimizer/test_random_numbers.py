@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import kronfac
-from kronfac import KFAC, GammaSearch, SampledFisher
+from kronfac import KFAC, GammaSearch
+from kronfac.extend import SampledFisher
 from tests.conftest import mlp, normal
 from tests.optimizer.runs import INVERSES, same, targets_for
 

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from kronfac import (
-    KFAC,
+from kronfac import KFAC
+from kronfac.extend import (
     BlockDiagonalInverse,
     BlockTridiagonalInverse,
     EigenvalueCorrectedInverse,

@@ -10,24 +10,25 @@ from torch.testing import assert_close
 import kronfac
 from kronfac import (
     KFAC,
+    FixedDamping,
+    FixedGamma,
+    GammaSearch,
+    LevenbergMarquardtRule,
+    QuadraticModel,
+    RawStep,
+)
+from kronfac.curvature import ema_decay
+from kronfac.extend import (
     BlockDiagonalInverse,
     BlockTridiagonalInverse,
     DampingState,
     ExactFisher,
     ExactTikhonov,
     First,
-    FixedDamping,
-    FixedGamma,
-    GammaSearch,
     GammaState,
-    LevenbergMarquardt,
     Measurement,
-    QuadraticModel,
-    RawStep,
     SampledFisher,
-    TiedGamma,
 )
-from kronfac.curvature import ema_decay
 from kronfac.linalg import KroneckerProduct, OuterProduct
 from tests.conftest import mlp, normal
 from tests.optimizer.pseudocode import Pseudocode, low_rank_is_cheaper
@@ -40,11 +41,21 @@ STEPS = 13
 OURS = {
     "weight_decay": 1e-2,
     "fisher": "exact",
-    "damping": LevenbergMarquardt(lambda_=0.5, interval=2),
+    "damping": LevenbergMarquardtRule(lambda_=0.5, interval=2),
     "gamma": GammaSearch(interval=6),
     "inverse_interval": 3,
 }
 THEIRS = {"eta": 1e-2, "lambda_": 0.5, "T1": 2, "T2": 6, "T3": 3, "gamma_min": 0.1}
+
+
+class TiedGamma(kronfac.extend.GammaRule[kronfac.extend.GammaState]):
+    """γ = √(λ + η): one damping strength for both, as in §6.3 before §6.6 separates them."""
+
+    def init(self, m):
+        return kronfac.extend.GammaState(math.sqrt(m.lambda_ + m.weight_decay))
+
+    def candidates(self, state, m):
+        return (math.sqrt(m.lambda_ + m.weight_decay),)
 
 
 def data(step: int, loss: nn.Module = LOSS, cases: int = 15) -> tuple[Tensor, Tensor]:
@@ -56,14 +67,14 @@ def data(step: int, loss: nn.Module = LOSS, cases: int = 15) -> tuple[Tensor, Te
 SETTINGS = {
     # Not re-scaled, an update needs much damping; with less the run diverges, rounding first.
     "raw": (
-        {"step_size": RawStep(), "gamma": FixedGamma(6.0)},
+        {"step_rule": RawStep(), "gamma": FixedGamma(6.0)},
         {"raw_alpha": 1.0, "gamma": 6.0, "T2": None},
     ),
     "raw_half": (
-        {"step_size": RawStep(alpha=0.5), "gamma": FixedGamma(4.0)},
+        {"step_rule": RawStep(alpha=0.5), "gamma": FixedGamma(4.0)},
         {"raw_alpha": 0.5, "gamma": 4.0, "T2": None},
     ),
-    "no_momentum": ({"step_size": QuadraticModel(momentum=False)}, {"momentum": False}),
+    "no_momentum": ({"step_rule": QuadraticModel(momentum=False)}, {"momentum": False}),
     "fixed_gamma": ({"gamma": FixedGamma(0.7)}, {"gamma": 0.7, "T2": None}),
     "first_gamma": ({"gamma": FixedGamma()}, {"T2": None}),
     "tied_gamma": ({"gamma": TiedGamma()}, {"tied": True}),
@@ -325,15 +336,15 @@ def test_the_papers_constants():
     assert updated(rho=0.1) == pytest.approx(1.29235544, rel=1e-7)
     assert settings["gamma"].interval == 20
     assert settings["gamma"].criterion == "model"
-    assert settings["step_size"].momentum is True
+    assert settings["step_rule"].momentum is True
     assert settings["inverse_interval"] == 20
     assert settings["statistics_fraction"] == 0.125
     assert settings["fisher_fraction"] == 0.25
     # Of the method itself, not of the experiments.
     optimizer = KFAC(mlp([4, 3]), kronfac.Bernoulli(), weight_decay=1e-5, **settings)
-    fisher, step_size = optimizer.settings.fisher, optimizer.settings.step_size
+    fisher, step_rule = optimizer.settings.fisher, optimizer.settings.step_rule
     assert fisher == SampledFisher(samples=1)
-    assert step_size.long_memory is None
+    assert step_rule.long_memory is None
     assert ema_decay(500, fisher.ema_decay) == 0.95
     assert optimizer.settings.inverse == BlockDiagonalInverse()
     assert not optimizer.settings.inverse.wants_factors(
@@ -390,8 +401,8 @@ def test_the_papers_settings_equal_the_pseudocode(tridiagonal):
 def test_where_the_model_predicts_a_rise_lambda_rises_whatever_the_ratio():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2)).double()
-    damping = LevenbergMarquardt(lambda_=1.0, interval=1)
-    optimizer = KFAC(model, torch.nn.MSELoss(), damping=damping, step_size=RawStep(alpha=100.0))
+    damping = LevenbergMarquardtRule(lambda_=1.0, interval=1)
+    optimizer = KFAC(model, torch.nn.MSELoss(), damping=damping, step_rule=RawStep(alpha=100.0))
     x, y = torch.randn(20, 3).double(), torch.randn(20, 2).double()
     optimizer.step(optimizer.closure(x, y))
     assert optimizer.report.predicted_change > 0

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 
 from kronfac import (
     KFAC,
-    Acceptance,
     AdaptiveDamping,
     AdaptiveGamma,
     FixedDamping,
-    LevenbergMarquardt,
-    LongMemory,
+    LevenbergMarquardtRule,
     QuadraticModel,
     RawStep,
 )
+from kronfac.extend import Acceptance, LongMemory
 from tests.conftest import mlp, normal
 
 LOSS = nn.MSELoss()
@@ -46,7 +45,7 @@ def test_by_default_all_of_them_are_at_work():
     assert optimizer.report.memory > 1
 
 
-@pytest.mark.parametrize("damping", [LevenbergMarquardt(0.5), FixedDamping(0.5)])
+@pytest.mark.parametrize("damping", [LevenbergMarquardtRule(0.5), FixedDamping(0.5)])
 def test_validation_on_the_next_mini_batch(damping):
     optimizer = KFAC(mlp([3, 8, 2], seed=1), LOSS, damping=damping)
     for k in range(30):
@@ -58,7 +57,7 @@ def test_validation_on_the_next_mini_batch(damping):
 
 
 def test_the_long_memory():
-    optimizer = noisy_run(step_size=QuadraticModel(bounded=True))
+    optimizer = noisy_run(step_rule=QuadraticModel(bounded=True))
     assert optimizer.report.memory == 1
     assert optimizer._state.step.memory.average is None
     assert optimizer._state.step.momentum is optimizer._state.acceptance.pending.delta
@@ -66,7 +65,7 @@ def test_the_long_memory():
 
 def test_the_averaged_iterate():
     memory = LongMemory(averaged=None)
-    optimizer = noisy_run(step_size=QuadraticModel(bounded=True, memory=memory))
+    optimizer = noisy_run(step_rule=QuadraticModel(bounded=True, memory=memory))
     assert optimizer._state.step.memory.average is None
     assert optimizer.report.memory == pytest.approx(0.15 * 65)
 
@@ -105,7 +104,7 @@ def test_rejection(off):
         y = x[:, :3].sin()
         sensible = optimizer.settings
         for k in range(3):
-            optimizer.settings = replace(sensible, step_size=RawStep(30.0)) if k == 1 else sensible
+            optimizer.settings = replace(sensible, step_rule=RawStep(30.0)) if k == 1 else sensible
             optimizer.step(optimizer.closure(x, y))
         assert optimizer.report.rejected == rejected
         assert optimizer.report.next_rho is not None, "it is validated, for λ"

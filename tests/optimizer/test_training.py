@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import kronfac
-from kronfac import KFAC, LevenbergMarquardt
+from kronfac import KFAC, LevenbergMarquardtRule
 from kronfac.curvature import DampedInverse
 from kronfac.curvature.block_diagonal import PreparedBlocks
+from kronfac_experiments.training import sparse_
 from tests.conftest import seeded
 from tests.optimizer.runs import INVERSES, assert_no_hooks, closure_of, same
 
@@ -39,7 +40,7 @@ def autoencoder() -> nn.Sequential:
     for d_in, d_out in pairwise(WIDTHS):
         modules += [nn.Linear(d_in, d_out), nn.Identity() if d_out == 8 else nn.Sigmoid()]
     model = nn.Sequential(*modules[:-1])
-    kronfac.sparse_(model)
+    sparse_(model)
     return model
 
 
@@ -52,7 +53,7 @@ def error(model: nn.Module, x: Tensor) -> float:
 @pytest.mark.parametrize("inverse", INVERSES)
 def test_an_autoencoder_learns(inverse):
     model, loss = autoencoder(), kronfac.Bernoulli()
-    damping = LevenbergMarquardt(lambda_=1.0, interval=5)
+    damping = LevenbergMarquardtRule(lambda_=1.0, interval=5)
     settings = kronfac.presets.paper() | {"damping": damping}
     optimizer = KFAC(model, loss, inverse=inverse, weight_decay=1e-5, **settings)
     x = blobs(2000, seed=0)
@@ -122,11 +123,11 @@ def test_a_compiled_model(inverse):
 @pytest.mark.parametrize("inverse", INVERSES)
 def test_a_model_may_be_copied_and_averaged_while_it_is_trained(inverse):
     model, loss = autoencoder(), kronfac.Bernoulli()
-    optimizer = KFAC(model, loss, inverse=inverse, damping=LevenbergMarquardt(15.0))
+    optimizer = KFAC(model, loss, inverse=inverse, damping=LevenbergMarquardtRule(15.0))
     x = blobs(100, seed=0)
     average = AveragedModel(model)
     twin = copy.deepcopy(model)
-    twins = KFAC(twin, copy.deepcopy(loss), inverse=inverse, damping=LevenbergMarquardt(15.0))
+    twins = KFAC(twin, copy.deepcopy(loss), inverse=inverse, damping=LevenbergMarquardtRule(15.0))
     mean = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for _ in range(4):
         optimizer.step(closure_of(optimizer, loss, x, x))
@@ -203,7 +204,7 @@ def test_a_search_for_gamma_holds_three_inverses_at_the_most(monkeypatch):
     optimizer = KFAC(
         autoencoder(),
         kronfac.Bernoulli(),
-        damping=LevenbergMarquardt(lambda_=1.0),
+        damping=LevenbergMarquardtRule(lambda_=1.0),
         gamma=search,
         inverse_interval=1,
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kronfac import KFAC, AdaptiveGamma, Gaussian
-from kronfac.control.adaptive_gamma import LEAST_TRIED
+from kronfac.control.gamma import LEAST_TRIED
 from tests.conftest import mlp, normal
 from tests.optimizer.runs import INVERSES
 
@@ -66,7 +66,7 @@ def test_the_variance_of_a_gaussian_is_a_unit(inverse, data, variance):
 def test_where_gamma_is_at_its_floor_too(variance, monkeypatch):
     """By M alone γ falls to its floor, if M is fitted to noise; here to that of float32, which is near."""
     least = LEAST_TRIED * (torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps) ** 0.5
-    monkeypatch.setattr("kronfac.control.adaptive_gamma.LEAST_TRIED", least)
+    monkeypatch.setattr("kronfac.control.gamma.LEAST_TRIED", least)
     gamma = AdaptiveGamma(strength=None)
     expected, one = run(Gaussian(), DATA["noise"], 130, gamma=gamma)
     found, other = run(Gaussian(variance=variance), DATA["noise"], 130, gamma=gamma)

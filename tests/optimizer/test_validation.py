@@ -11,13 +11,13 @@ from torch import Tensor, nn
 import kronfac
 from kronfac import (
     KFAC,
-    Acceptance,
     AdaptiveDamping,
     FixedDamping,
-    LevenbergMarquardt,
+    LevenbergMarquardtRule,
     QuadraticModel,
     RawStep,
 )
+from kronfac.extend import Acceptance
 from tests.conftest import mlp, normal
 from tests.optimizer.runs import INVERSES, closure_of, same
 
@@ -75,7 +75,7 @@ def test_rho_is_that_of_the_step_before_on_rows_that_it_has_not_seen(inverse, ow
 
 def test_lambda_moves_by_what_the_next_mini_batch_says():
     """By the rule of `AdaptiveDamping`, s = 1 − λ‖δ‖² / −2(M(δ) − M(0)) where (α, μ) minimise M."""
-    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, weight_decay=ETA, step_size=QuadraticModel())
+    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, weight_decay=ETA, step_rule=QuadraticModel())
     seen = 0
     for step in range(1, 25):
         report = optimizer.report
@@ -97,7 +97,7 @@ def test_lambda_moves_by_what_the_next_mini_batch_says():
 
 def reckless(optimizer: KFAC, alpha: float = 30.0) -> None:
     """Make its next steps too long."""
-    optimizer.settings = replace(optimizer.settings, step_size=RawStep(alpha))
+    optimizer.settings = replace(optimizer.settings, step_rule=RawStep(alpha))
 
 
 def network(bias: bool = True) -> nn.Sequential:
@@ -214,7 +214,8 @@ class Overflowing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "damping", [AdaptiveDamping(settling=0, interval=100), LevenbergMarquardt(), FixedDamping(0.1)]
+    "damping",
+    [AdaptiveDamping(settling=0, interval=100), LevenbergMarquardtRule(), FixedDamping(0.1)],
 )
 def test_a_step_after_which_the_loss_is_not_finite_is_rejected_at_once(damping):
     """Also where no validation is due, and by every rule."""
@@ -547,7 +548,7 @@ def test_a_step_much_longer_than_theta_is_rejected_to_the_bit(seed):
     for inputs, outputs in pairwise(sizes):
         parts += [nn.Linear(inputs, outputs), nn.ReLU()]
     model = nn.Sequential(*parts[:-1])
-    settings = kronfac.presets.paper() | {"damping": LevenbergMarquardt(1e-8)}
+    settings = kronfac.presets.paper() | {"damping": LevenbergMarquardtRule(1e-8)}
     optimizer = KFAC(model, LOSS, **settings)
     x = torch.randn(256, 8)
     y = x[:, :1] * x[:, 1:2]

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import kronfac
-from kronfac import KFAC, First, GammaSearch, LevenbergMarquardt, QuadraticModel
+from kronfac import KFAC, GammaSearch, LevenbergMarquardtRule, QuadraticModel
+from kronfac.extend import First
 from tests.conftest import mlp, normal, passes_either_way
 from tests.optimizer.pseudocode import Pseudocode
 from tests.optimizer.runs import INVERSES, agree, closure_of, targets_for
@@ -60,9 +61,9 @@ def test_a_run_equals_the_pseudocode(case, inverse):
         inverse=inverse,
         weight_decay=1e-2,
         fisher="exact",
-        damping=LevenbergMarquardt(lambda_=0.1, interval=T1),
+        damping=LevenbergMarquardtRule(lambda_=0.1, interval=T1),
         gamma=GammaSearch(interval=T2),
-        step_size=QuadraticModel(),
+        step_rule=QuadraticModel(),
         statistics_fraction=First(0.3),
         fisher_fraction=First(0.6),
         inverse_interval=T3,
@@ -92,9 +93,9 @@ def test_a_network_without_biases_and_a_closure_of_the_users_own(inverse):
         loss,
         inverse=inverse,
         fisher="exact",
-        damping=LevenbergMarquardt(lambda_=0.1, interval=1),
+        damping=LevenbergMarquardtRule(lambda_=0.1, interval=1),
         gamma=GammaSearch(interval=4),
-        step_size=QuadraticModel(),
+        step_rule=QuadraticModel(),
         inverse_interval=2,
     )
     for x, y in mini_batches(loss, 3, steps=14):

@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac import (
+from kronfac import Preconditioner
+from kronfac.curvature import InputBlock, Tap
+from kronfac.curvature.block import blend
+from kronfac.errors import StateError
+from kronfac.extend import (
     BlockDiagonalInverse,
     EigenvalueCorrectedInverse,
     ExactTikhonov,
     KroneckerBlock,
-    Preconditioner,
 )
-from kronfac.curvature import InputBlock, Tap
-from kronfac.curvature.base import blend
-from kronfac.errors import StateError
-from kronfac.linearization.by_hand import Trace, trace_of
+from kronfac.linearize.by_hand import Trace, trace_of
 from kronfac.storage import Layout, pack, unpack
 from tests.conftest import ALGEBRA, AUTODIFF
 from tests.reference import dense
@@ -241,7 +241,7 @@ def test_a_rank_that_has_not_used_a_unit_learns_on_which_side_its_inputs_are(dia
     for average in (used, idle):
         average.recount(totals)
     (left,), (right,) = used.parts(), idle.parts()
-    left.tensor.add_(right.tensor)
+    left[0].add_(right[0])
     A = a.flatten(0, 1).mT @ a.flatten(0, 1) / 14
     found = blend(before, used.value(), 0.95)
     assert found.transposed

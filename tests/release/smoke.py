@@ -18,7 +18,6 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import kronfac  # noqa: E402
-import kronfac.diagnostics  # noqa: E402
 import kronfac.physics  # noqa: E402
 import kronfac.testing  # noqa: E402
 

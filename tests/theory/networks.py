@@ -14,13 +14,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from kronfac import ExactFisher
 from kronfac.curvature import Curvature, DampedInverse
 from kronfac.curvature.estimate import Sample, estimate
-from kronfac.fisher_products import fisher_gram
-from kronfac.linearization import linearize
-from kronfac.network import Matrices, find_units, record_uses
+from kronfac.extend import ExactFisher
+from kronfac.linearize import linearize
+from kronfac.model import Matrices, find_units, record_uses
 from kronfac.objective import Likelihood
+from kronfac.step.fisher_products import fisher_gram
 from tests.conftest import batch, network_of
 from tests.reference.dense import flatten, kron, unflatten
 

@@ -7,18 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from kronfac import (
-    KFAC,
-    Bernoulli,
-    BlockDiagonalInverse,
-    BlockTridiagonalInverse,
-    ExactFisher,
-    FixedDamping,
-    FixedGamma,
-    Gaussian,
-    QuadraticModel,
-)
-from kronfac.network import find_units
+from kronfac import KFAC, Bernoulli, FixedDamping, FixedGamma, Gaussian, QuadraticModel
+from kronfac.extend import BlockDiagonalInverse, BlockTridiagonalInverse, ExactFisher
+from kronfac.model import find_units
 from tests.reference.dense import flatten
 from tests.theory.networks import (
     Network,
@@ -129,7 +120,7 @@ def test_momentum_is_conjugate_gradients_on_a_quadratic(build, gamma, weight_dec
         fisher=ExactFisher(),
         damping=FixedDamping(0.0),
         gamma=FixedGamma(gamma),
-        step_size=QuadraticModel(momentum=True),
+        step_rule=QuadraticModel(momentum=True),
     )
     distances = []
     for iterate in expected[1:]:
@@ -158,7 +149,7 @@ def test_without_momentum_it_is_not_conjugate_gradients():
             fisher=ExactFisher(),
             damping=FixedDamping(0.0),
             gamma=FixedGamma(0.0),
-            step_size=QuadraticModel(momentum=momentum),
+            step_rule=QuadraticModel(momentum=momentum),
         )
         for _ in range(len(theta)):
             optimizer.step(optimizer.closure(x, y))
@@ -205,7 +196,7 @@ def test_rescaling_is_one_step_of_conjugate_gradients(inverse, lambda_, weight_d
         fisher=ExactFisher(),
         damping=FixedDamping(lambda_),
         gamma=FixedGamma(gamma),
-        step_size=QuadraticModel(momentum=False),
+        step_rule=QuadraticModel(momentum=False),
     )
     optimizer.step(optimizer.closure(x, y))
     delta = flatten(network.weights) - theta

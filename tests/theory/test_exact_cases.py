@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from kronfac import KFAC, Bernoulli, Categorical, ExactFisher, FixedDamping, FixedGamma, Gaussian
+from kronfac import KFAC, Bernoulli, Categorical, FixedDamping, FixedGamma, Gaussian
 from kronfac.control import RawStep
+from kronfac.extend import ExactFisher
 from kronfac.objective import Likelihood
 from tests.reference.dense import flatten, kron, kron_fisher, moments, shapes
 from tests.theory.networks import (
@@ -111,7 +112,7 @@ def test_block_steps_are_natural_gradients_where_the_blocks_are_exact():
             fisher=ExactFisher(),
             damping=FixedDamping(0.0),
             gamma=FixedGamma(0.0),
-            step_size=RawStep(1.0),
+            step_rule=RawStep(1.0),
         )
         optimizer.step(optimizer.closure(x, y))
         step = flatten([trained.weight.detach()]) - before

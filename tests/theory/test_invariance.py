@@ -5,20 +5,10 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from kronfac import (
-    KFAC,
-    Bernoulli,
-    BlockDiagonalInverse,
-    BlockTridiagonalInverse,
-    ExactFisher,
-    FixedDamping,
-    FixedGamma,
-    Gaussian,
-    QuadraticModel,
-    RawStep,
-)
+from kronfac import KFAC, Bernoulli, FixedDamping, FixedGamma, Gaussian, QuadraticModel, RawStep
 from kronfac.control import StepRule
 from kronfac.curvature import ApproximateInverse
+from kronfac.extend import BlockDiagonalInverse, BlockTridiagonalInverse, ExactFisher
 from kronfac.objective import Likelihood
 from tests.reference.dense import flatten, kron
 from tests.theory.networks import (
@@ -157,7 +147,7 @@ def path(
     x: Tensor,
     y: Tensor,
     inverse: ApproximateInverse,
-    step_size: StepRule,
+    step_rule: StepRule,
     gamma: float = 0.0,
 ) -> Tensor:
     """The model's outputs before and after each step of the real optimizer, (steps + 1, cases, outputs)."""
@@ -168,7 +158,7 @@ def path(
         fisher=ExactFisher(ema_decay=0.6),
         damping=FixedDamping(0.0),
         gamma=FixedGamma(gamma),
-        step_size=step_size,
+        step_rule=step_rule,
         inverse_interval=1,
     )
     outputs = [model(x).detach()]
@@ -186,21 +176,21 @@ def assert_same_path(first: Tensor, second: Tensor) -> None:
     assert float(moves.min()) > 1e-3
 
 
-@pytest.mark.parametrize("step_size", STEP_RULES)
+@pytest.mark.parametrize("step_rule", STEP_RULES)
 @pytest.mark.parametrize("inverse", INVERSES)
-def test_paths_do_not_depend_on_the_transformation(inverse, step_size):
+def test_paths_do_not_depend_on_the_transformation(inverse, step_rule):
     """Corollary 2: the path through the predictive distributions is the same for any fixed Ω and Φ."""
     network, x, y = problem(5)
     dagger = network.transformed(*transformation(5))
     loss = Bernoulli()
     assert_same_path(
-        path(network, loss, x, y, inverse, step_size), path(dagger, loss, x, y, inverse, step_size)
+        path(network, loss, x, y, inverse, step_rule), path(dagger, loss, x, y, inverse, step_rule)
     )
 
 
-@pytest.mark.parametrize("step_size", STEP_RULES)
+@pytest.mark.parametrize("step_rule", STEP_RULES)
 @pytest.mark.parametrize("inverse", INVERSES)
-def test_sigmoid_and_tanh_networks_take_the_same_path(inverse, step_size):
+def test_sigmoid_and_tanh_networks_take_the_same_path(inverse, step_rule):
     """Corollary 2: logistic or tanh units are the same to K-FAC, as tanh(s) = 2σ(2s) − 1."""
     generator = torch.Generator().manual_seed(8)
     # σ has a quarter of tanh's slope.
@@ -217,14 +207,14 @@ def test_sigmoid_and_tanh_networks_take_the_same_path(inverse, step_size):
 
     loss = Gaussian()
     assert_same_path(
-        path(biased(sigmoid, nn.Sigmoid), loss, x, y, inverse, step_size),
-        path(biased(tanh, nn.Tanh), loss, x, y, inverse, step_size),
+        path(biased(sigmoid, nn.Sigmoid), loss, x, y, inverse, step_rule),
+        path(biased(tanh, nn.Tanh), loss, x, y, inverse, step_rule),
     )
 
 
-@pytest.mark.parametrize("step_size", STEP_RULES)
+@pytest.mark.parametrize("step_rule", STEP_RULES)
 @pytest.mark.parametrize("inverse", INVERSES)
-def test_affine_transformations_of_the_inputs_do_not_change_the_path(inverse, step_size):
+def test_affine_transformations_of_the_inputs_do_not_change_the_path(inverse, step_rule):
     """Corollary 2: so it does not matter how the inputs were centered, scaled or mixed."""
     network, x, y = problem(7)
     generator = torch.Generator().manual_seed(7)
@@ -236,8 +226,8 @@ def test_affine_transformations_of_the_inputs_do_not_change_the_path(inverse, st
 
     loss = Bernoulli()
     assert_same_path(
-        path(biased(network, nn.Tanh), loss, x, y, inverse, step_size),
-        path(biased(dagger, nn.Tanh), loss, x @ mix.mT + shift, y, inverse, step_size),
+        path(biased(network, nn.Tanh), loss, x, y, inverse, step_rule),
+        path(biased(dagger, nn.Tanh), loss, x @ mix.mT + shift, y, inverse, step_rule),
     )
 
 

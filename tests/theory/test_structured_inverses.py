@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from kronfac import Bernoulli, BlockDiagonalInverse, BlockTridiagonalInverse
+from kronfac import Bernoulli
+from kronfac.extend import BlockDiagonalInverse, BlockTridiagonalInverse
 from tests.reference.dense import kron
 from tests.theory.enumeration import enumerate_outcomes
 from tests.theory.networks import (

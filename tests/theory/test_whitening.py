@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from kronfac import KFAC, Bernoulli, ExactFisher, FixedDamping, FixedGamma, Gaussian, RawStep
+from kronfac import KFAC, Bernoulli, FixedDamping, FixedGamma, Gaussian, RawStep
+from kronfac.extend import ExactFisher
 from kronfac.objective import Likelihood
 from tests.reference.dense import flatten
 from tests.theory.networks import (
@@ -85,7 +86,7 @@ def test_kfac_is_gradient_descent_in_the_whitened_network(root, loss, alpha):
         fisher=ExactFisher(),
         damping=FixedDamping(0.0),
         gamma=FixedGamma(0.0),
-        step_size=RawStep(alpha),
+        step_rule=RawStep(alpha),
     )
     optimizer.step(optimizer.closure(x, y))
     expected = flatten(dagger.zeta(moved_dagger))

@@ -23,10 +23,10 @@ from sklearn import datasets
 from torch import Tensor, nn
 
 import kronfac
-from kronfac_experiments.bench.orders import batches, cancer, network, standardised
 from kronfac_experiments.data.curves import curves
 from kronfac_experiments.data.mnist import TRAIN_IMAGES, mnist
 from kronfac_experiments.problems import CURVES, MNIST, build_model
+from tests.trajectories.small_problems import batches, cancer, network, standardised
 
 RECORDED = Path(__file__).parent / "recorded.json"
 DATA = Path(os.environ.get("KRONFAC_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
@@ -98,7 +98,7 @@ def rules(name: str, problem: Problem) -> dict[str, Any]:
         return {
             "damping": kronfac.FixedDamping(problem.lambda_),
             "gamma": kronfac.FixedGamma(),
-            "step_size": kronfac.QuadraticModel(),
+            "step_rule": kronfac.QuadraticModel(),
             "statistics_fraction": 1.0,
             "fisher_fraction": 1.0,
             "inverse_interval": 5,

@@ -29,8 +29,8 @@ def batch_mode(model: nn.Module, inverse: Any, lambda_: float, seed: int) -> Kfa
         model,
         kronfac.Categorical(),
         inverse=inverse,
-        fisher=kronfac.SampledFisher(seed=seed),
-        damping=kronfac.LevenbergMarquardt(lambda_=lambda_, interval=1, decay=0.8),
+        fisher=kronfac.extend.SampledFisher(seed=seed),
+        damping=kronfac.LevenbergMarquardtRule(lambda_=lambda_, interval=1, decay=0.8),
         gamma=kronfac.GammaSearch(interval=2, factor=0.7),
         inverse_interval=1,
     )

@@ -30,8 +30,7 @@ EVALUATION_CASES = 2000
 ADAMW = FirstOrderOptions(lr=3e-3)
 """The best of 3e-4, 1e-3 and 3e-3 for Adam on this problem in 25 seconds; not tuned for more."""
 NESTEROV = FirstOrderOptions(lr=0.03, mu_max=0.99)
-"""The best of 0.003, 0.01 and 0.03 by `kronfac tune curves`, with mini-batches of 250 for 30 seconds
-(docs/results/tuning.md); the demo has 500."""
+"""The best of 0.003, 0.01 and 0.03 with mini-batches of 250 for 30 seconds; the demo has 500."""
 
 
 @dataclass(frozen=True)

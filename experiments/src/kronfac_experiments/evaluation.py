@@ -17,13 +17,18 @@ SNAPSHOT_CASES = 8
 class EvaluationSchedule:
     """Every 10 iterations up to 100, then every `every`, and once at each of `seconds`.
 
+    A run that ends at an error is evaluated every 10 iterations throughout: every 50, the examples that it
+    took would be overstated by those of up to 49 mini-batches.
+
     Args:
         every: Iterations; 0 for no evaluations but the first and the last, which always take place.
         seconds: Marks in seconds of optimiser time.
+        until_error: Whether the run ends at an error.
     """
 
     every: int
     seconds: tuple[float, ...] = ()
+    until_error: bool = False
 
     def due(self, iteration: int, before: float, after: float) -> bool:
         """Whether to evaluate after this iteration, which took the clock from `before` to `after`."""
@@ -31,7 +36,8 @@ class EvaluationSchedule:
             return True
         if not self.every:
             return False
-        every = min(EARLY_EVERY, self.every) if iteration <= EARLY else self.every
+        often = iteration <= EARLY or self.until_error
+        every = min(EARLY_EVERY, self.every) if often else self.every
         return iteration % every == 0
 
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kronfac import First, presets
+from kronfac import presets
 from kronfac.control import AdaptiveDamping, ConjugateGradients, LongMemory, Measurement
 from kronfac.curvature import SampledFisher
 from kronfac.errors import KronfacError
-from kronfac.objective.base import Likelihood
-from kronfac.optimizer import KFAC
+from kronfac.extend import First
+from kronfac.kfac import KFAC
+from kronfac.objective.likelihoods import Likelihood
 from kronfac.report import Stopwatch
 from kronfac_experiments import ranks
 from kronfac_experiments.baseline import NesterovMomentum, momentum_at
@@ -94,7 +95,7 @@ def _kfac(config: TrainConfig, model: nn.Module, loss: Likelihood) -> KFAC:
     damping = settings.get("damping", AdaptiveDamping())
     settings |= {
         "damping": replace(damping, lambda_=options.lambda0),
-        "step_size": ConjugateGradients(
+        "step_rule": ConjugateGradients(
             momentum=options.momentum,
             bounded=options.preset == "default",
             memory=LongMemory() if options.preset == "default" else None,

@@ -1,41 +1,30 @@
-"""What the benchmarks are all told, sizes with a usual value, and the command that says it all again."""
+"""Options that all benchmarks share, and the command line of a configuration."""
 
 import shlex
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kronfac_experiments.config import hint
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+    pass
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Shared by the commands; each has a name and a folder."""
+    """Options of every benchmark."""
 
     threads: int = 2
     """CPU threads."""
     seed: int = 0
     """Seed of initial parameters, data and mini-batches."""
-    run_dir: Annotated[Path | None, hint("DIR", "runs/bench-…")] = None
-    """Folder for the measurements (JSON) and the page."""
     output: Annotated[Path | None, hint("FILE.md", "none")] = None
-    """Write the tables there, too, as Markdown."""
+    """Write the tables as Markdown."""
 
     def __post_init__(self) -> None:
         at_least(1, threads=self.threads)
         at_least(0, seed=self.seed)
-
-    def settings(self, *without: str) -> dict[str, Any]:
-        """What a measurement depends on: all but where it is written, and these."""
-        left_out = {"run_dir", "output", *without}
-        return {name: value for name, value in asdict(self).items() if name not in left_out}
-
-    def folder(self, name: str) -> Path:
-        """Where everything is written."""
-        return self.run_dir or Path("runs") / f"bench-{name}"
 
 
 def at_least(least: float, **options: Any) -> None:
@@ -51,24 +40,13 @@ def at_least(least: float, **options: Any) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {least:g} or more; got {words}.")
 
 
-S = TypeVar("S", bound="DataclassInstance")
-
-
-def override(usual: S, given: object) -> S:
-    """The usual sizes, but for those that an attribute of `given` has of the same name and not None."""
-    own = {field.name: getattr(given, field.name) for field in fields(usual)}
-    return replace(usual, **{name: value for name, value in own.items() if value is not None})
-
-
 def command_line(
     name: str,
     config: Any,
-    leave_out: tuple[str, ...] = ("run_dir",),
+    leave_out: tuple[str, ...] = (),
     positional: tuple[str, ...] = (),
 ) -> str:
-    """What to type for the same tables; options at their defaults are left out.
-
-    Nor does the folder of the measurements matter to anyone else.
+    """The command for the same tables; options at their defaults are left out.
 
     Args:
         name: Words of the command after `kronfac`.

@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from kronfac import sparse_
 from kronfac_experiments.data.curves import curves
 from kronfac_experiments.data.faces import faces
 from kronfac_experiments.data.mnist import mnist
+from kronfac_experiments.training import sparse_
 
 Loss = Literal["bernoulli", "gaussian"]
 

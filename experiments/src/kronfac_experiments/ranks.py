@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kronfac import KronfacError
-from kronfac.distributed import ALONE, Part, Phase, Processes, Ranks
+from kronfac.distributed import ALONE, World
 from kronfac.errors import RankError
 
 T = TypeVar("T")
@@ -20,9 +21,9 @@ class OtherRankError(KronfacError):
     """Something failed on another rank, and so on all of them."""
 
 
-def current() -> Ranks:
+def current() -> World:
     """The processes that train together; one by itself outside of `torchrun`."""
-    return Processes.current()
+    return World.current()
 
 
 @contextmanager
@@ -54,7 +55,7 @@ def restarted() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def own_part(indices: Tensor, world: Ranks) -> Tensor:
+def own_part(indices: Tensor, world: World) -> Tensor:
     """This rank's part of the indices of a mini-batch: those from ⌊m r/n⌋ on, for rank r of n.
 
     Together, and in the order of the ranks, the parts are the mini-batch of one process.
@@ -71,7 +72,7 @@ def own_part(indices: Tensor, world: Ranks) -> Tensor:
     return indices[m * r // n : m * (r + 1) // n]
 
 
-def averaging_gradients(model: nn.Module, world: Ranks) -> DistributedDataParallel:
+def averaging_gradients(model: nn.Module, world: World) -> DistributedDataParallel:
     """The model in DistributedDataParallel, for training; it is evaluated and saved without.
 
     Raises:
@@ -85,7 +86,7 @@ def averaging_gradients(model: nn.Module, world: Ranks) -> DistributedDataParall
     return DistributedDataParallel(model)
 
 
-def together(world: Ranks, action: Callable[[], T]) -> T:
+def together(world: World, action: Callable[[], T]) -> T:
     """What the action gives on this rank, once it has succeeded on all of them.
 
     Raises:
@@ -95,15 +96,20 @@ def together(world: Ranks, action: Callable[[], T]) -> T:
         done = action()
     except Exception as error:
         with suppress(RankError):  # the others have ended, and this rank's own error says more
-            world.texts(Phase.STATE, f"{type(error).__name__}: {error}")
+            _texts(world, f"{type(error).__name__}: {error}")
         raise
-    for rank, said in enumerate(world.texts(Phase.STATE, "")):
+    for rank, said in enumerate(_texts(world, "")):
         if said:
             raise OtherRankError(f"Rank {rank} failed: {said}")
     return done
 
 
-def one_after_another(world: Ranks, action: Callable[[], T]) -> T:
+def _texts(world: World, text: str) -> list[str]:
+    """The text of every rank, in the order of the ranks."""
+    return world.exchange(text, torch.device("cpu"), "state")
+
+
+def one_after_another(world: World, action: Callable[[], T]) -> T:
     """What the action gives; rank 0 goes first, so that what it leaves in a cache serves the others."""
     if world.rank == 0:
         done = together(world, action)
@@ -113,26 +119,26 @@ def one_after_another(world: Ranks, action: Callable[[], T]) -> T:
     return together(world, action)
 
 
-def said_by_first(world: Ranks, text: Callable[[], str]) -> str:
+def said_by_first(world: World, text: Callable[[], str]) -> str:
     """The text of rank 0, which alone is asked for it."""
-    return world.texts(Phase.STATE, text() if world.rank == 0 else "")[0]
+    return _texts(world, text() if world.rank == 0 else "")[0]
 
 
-def first_number(world: Ranks, number: float) -> float:
+def first_number(world: World, number: float) -> float:
     """The number of rank 0, such as a time: decisions that go by clocks must be the same everywhere."""
-    return world.gather(Phase.STATE, [number])[0][0]
+    return world.gather([number], "state")[0][0]
 
 
-def largest(world: Ranks, number: int) -> int:
+def largest(world: World, number: int) -> int:
     """The largest of the ranks' numbers."""
-    return int(max(row[0] for row in world.gather(Phase.STATE, [float(number)])))
+    return int(max(row[0] for row in world.gather([float(number)], "state")))
 
 
-def total(world: Ranks, number: int) -> int:
+def total(world: World, number: int) -> int:
     """The sum of the ranks' numbers."""
-    return int(world.total(Phase.STATE, [float(number)])[0])
+    return int(world.total([float(number)], "state")[0])
 
 
-def sum_over_ranks(world: Ranks, tensors: list[Tensor]) -> None:
+def sum_over_ranks(world: World, tensors: list[Tensor]) -> None:
     """Add up tensors over the ranks, in place."""
-    world.sum_(Phase.STATE, [Part(tensor) for tensor in tensors])
+    world.sum(tensors, "state")

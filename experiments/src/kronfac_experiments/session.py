@@ -11,10 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 from kronfac import (
     KFAC,
     AdaptiveBatchSampler,
-    ExponentialBatchSize,
     KronfacError,
-    ScheduledBatchSampler,
-    averaged,
 )
 from kronfac_experiments import ranks
 from kronfac_experiments.config import TrainConfig
@@ -27,6 +24,7 @@ from kronfac_experiments.optimizers import (
     make_stepper,
 )
 from kronfac_experiments.task import Task
+from kronfac_experiments.training import ExponentialBatchSize, ScheduledBatchSampler, averaged
 
 FIRST_BATCH, BATCH_GROWTH = 1000, 500
 """The paper's mini-batches grow from 1000 cases to all of them in 500 iterations [MG15 §13]."""
@@ -161,7 +159,9 @@ class Session:
             torch.cuda.set_rng_state(state["device_random"].cpu(), self._task.train.inputs.device)
 
 
-def _sampler(config: TrainConfig, cases: int, stepper: Stepper) -> ScheduledBatchSampler:
+def _sampler(
+    config: TrainConfig, cases: int, stepper: Stepper
+) -> AdaptiveBatchSampler | ScheduledBatchSampler:
     if config.batch == "adaptive":
         assert isinstance(stepper.optimizer, KFAC)
         return AdaptiveBatchSampler(cases, stepper.optimizer, seed=config.seed)

@@ -224,7 +224,9 @@ def _loop(
 ) -> str:
     """Iterate until a limit is reached, and say which."""
     recording = config.recording
-    schedule = EvaluationSchedule(recording.evaluate_every, recording.evaluate_at)
+    schedule = EvaluationSchedule(
+        recording.evaluate_every, recording.evaluate_at, config.limits.until_error is not None
+    )
     world = ranks.current()
     saved_at = session.seconds
 

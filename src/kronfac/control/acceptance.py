@@ -7,10 +7,9 @@ rejected. Pure functions of numbers; the optimizer rolls back what is rejected.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Literal
 
 from kronfac.control.base import ROUNDING, Measurement, ParameterVector, Rule
-from kronfac.ranges import Count, NotNegative, Range
 from kronfac.storage import Storable
 
 DECAY = 0.8
@@ -19,8 +18,15 @@ NO_NOISE = 1e-2
 """Share of the predicted change below which noise explains nothing of ρ."""
 FAMILIAR = 10
 """Iterations after which it is known by how much mini-batches differ."""
+VISIBLE = 100.0
+"""Times the rounding error of a loss above which it has digits to spare."""
 OUTLIER = 8.0
 """Times the noise that one sample of it counts as at most."""
+
+
+Reason = Literal["noise", "model", "rounding"]
+"""Mini-batches differ; the quadratic model failed on the mini-batch that it was made of; or the change of
+the loss is near its rounding error."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +44,11 @@ class Pending:
     """A step that was taken and not yet validated."""
 
     delta: ParameterVector
-    examples: Annotated[int, Range(1)]
+    examples: int
     """Examples in its mini-batch."""
     loss: float
     """On its own mini-batch, before it, as the closure returned it."""
-    penalty: NotNegative
+    penalty: float
     """η/2 ‖θ‖² before it."""
     predicted_change: float
     curvature_share: float
@@ -57,11 +63,11 @@ class AcceptanceState(Storable):
     """The step to be validated, and what validations found so far."""
 
     pending: Pending | None = None
-    validated: Count = 0
+    validated: int = 0
     """Iteration of the last step that was validated."""
     confirmed: float | None = None
     """Recent average of the part of M's predictions that the next mini-batch saw come true."""
-    noise: NotNegative | None = None
+    noise: float | None = None
     """Recent average of how much the loss differs from one mini-batch to another at the same θ, per example
     if the loss is a sum."""
 
@@ -87,8 +93,8 @@ class Verdict:
     """NaN if the loss is not finite after the step, or the step too short to be seen."""
     cause: str | None = None
     """Why the step is rejected; None if it is accepted."""
-    differed: bool = True
-    """Whether this mini-batch and the step's own differ in their loss by more than rounding."""
+    reason: Reason = "model"
+    """What has caused a rejection."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +189,12 @@ class Acceptance(Rule[AcceptanceState]):
                 f"on the next mini-batch the objective rose by {change:.3g} with it, where "
                 f"{last.predicted_change:.3g} was predicted and mini-batches differ by {noise:.3g}."
             )
-            differed = abs(loss_before - last.loss) > rounding
-            return self._rejected(state, m, rho, cause, differed)
+            reason: Reason = "model"
+            if abs(loss_before - last.loss) > rounding:
+                reason = "noise"
+            elif change <= VISIBLE * rounding:
+                reason = "rounding"
+            return self._rejected(state, m, rho, cause, reason)
         negligible = NO_NOISE * abs(last.predicted_change)
         noisy = noise > rounding + scale * m.resolution + negligible
         confirmed = state.confirmed
@@ -204,12 +214,12 @@ class Acceptance(Rule[AcceptanceState]):
         m: Measurement,
         rho: float,
         cause: str,
-        differed: bool = True,
+        reason: Reason = "model",
     ) -> Verdict | None:
         if self.rejection is None:
             return None
         after = replace(state, pending=None, validated=m.iteration - 1)
-        return Verdict(after, replace(m, next_rho=rho, rejected=True), rho, cause, differed)
+        return Verdict(after, replace(m, next_rho=rho, rejected=True), rho, cause, reason)
 
 
 def _accepted(state: AcceptanceState, m: Measurement, rho: float) -> Verdict:

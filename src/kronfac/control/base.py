@@ -2,18 +2,18 @@
 
 A rule is an immutable value that holds settings. What it remembers from step to step is another value, a
 frozen dataclass: `init` makes it, `update` replaces it, and the optimizer keeps it, saves it and loads it.
-Its fields may be numbers, strings, None, vectors in parameter space and further such dataclasses. Numbers
-are finite, unless a `kronfac.ranges.Range` in the type hint says which they may be.
+Its fields may be numbers, strings, None, vectors in parameter space and further such dataclasses.
 
 All rules look at one `Measurement`. Iterations are counted from 1.
 """
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kronfac.vector import Matrices
+from kronfac.linalg.vector import Matrices
 
 ParameterVector = Matrices
 """A vector in parameter space: one matrix for each unit. Rules scale, add and keep them."""
@@ -116,3 +116,30 @@ class Rule(ABC, Generic[S]):
     def update(self, state: S, m: Measurement) -> S:
         """What it remembers after `m`; a new value, `state` stays as it is."""
         return state
+
+
+def require(rule: str, value: object, holds: bool) -> None:
+    """Raise a ValueError if an argument breaks its rule."""
+    if not holds:
+        raise ValueError(f"{rule}; got {value}.")
+
+
+# Sums with the few numbers that M has along a few directions.
+
+Coefficients = Sequence[float]
+Matrix = Sequence[Sequence[float]]
+
+
+def inner(u: Coefficients, v: Coefficients) -> float:
+    """uᵀv."""
+    return sum(x * y for x, y in zip(u, v, strict=True))
+
+
+def quadratic_form(Q: Matrix, c: Coefficients) -> float:
+    """cᵀQc."""
+    return inner(c, [inner(row, c) for row in Q])
+
+
+def model_change(Q: Matrix, r: Coefficients, c: Coefficients) -> float:
+    """½ cᵀQc + rᵀc."""
+    return inner([inner(row, c) / 2 + r_i for row, r_i in zip(Q, r, strict=True)], c)

@@ -19,11 +19,17 @@ again. If h = 1 is still too much, less than κ of a step is taken.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated
 
-from kronfac.control.base import ROUNDING, TRUST, Measurement, ParameterVector
-from kronfac.control.quadratic_form import Coefficients, Matrix, model_change
-from kronfac.ranges import Count, Range
+from kronfac.control.base import (
+    ROUNDING,
+    TRUST,
+    Coefficients,
+    Matrix,
+    Measurement,
+    ParameterVector,
+    model_change,
+    require,
+)
 
 COST = 1 / 3
 """Share of what M predicts for the part along Δ that u may give up."""
@@ -41,11 +47,11 @@ LEAST_TAKEN = 0.01
 class MemoryState:
     """What `LongMemory` remembers."""
 
-    length: Annotated[float, Range(0, above=True, infinite=True)] = math.inf
+    length: float = math.inf
     """h at the most; below 1, the share of κ that is taken."""
     average: ParameterVector | None = None
     """θ̄, the average of recent iterates, while mini-batches are noisy."""
-    start: Count = 0
+    start: int = 0
     """The iteration at which θ̄ began."""
 
 
@@ -71,10 +77,9 @@ class LongMemory:
     def __post_init__(self) -> None:
         for name in ("taken", "kept", "share", "averaged"):
             value = getattr(self, name)
-            if not (name == "averaged" and value is None) and not 0 < value <= 1:
-                raise ValueError(f"LongMemory's {name} lies in (0, 1]; got {value}.")
-        if not 1 <= self.longest < math.inf:
-            raise ValueError(f"LongMemory's longest is 1 or more; got {self.longest}.")
+            holds = (name == "averaged" and value is None) or 0 < value <= 1
+            require(f"LongMemory's {name} lies in (0, 1]", value, holds)
+        require("LongMemory's longest is 1 or more", self.longest, 1 <= self.longest < math.inf)
 
     def noise(self, m: Measurement) -> float:
         """From 0, if M is trusted, to 1, if steps are noise."""

@@ -1,12 +1,30 @@
-"""The interface of a rule for the step, (α, μ) [MG15 §6.4, §7]."""
+"""Rules for the step (α, μ) along a few directions [MG15 §6.4, §7].
 
+    M(δ) − M(0) = ½ δᵀ(F + (λ + η)I)δ + ∇hᵀδ,   δ = Σ_j c_j v_j
+
+For directions v_j that is ½ cᵀQc + rᵀc with Q_ij = v_iᵀ(F + (λ + η)I)v_j and r_j = ∇hᵀv_j: the
+directions are Δ alone (c = α), or Δ and the previous update δ₀ (c = α, μ). These few numbers are Python's,
+float64 for tensors of any dtype: a tensor takes longer to make than the sums with it.
+"""
+
+import math
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
-from kronfac.control.base import Measurement, ParameterVector, Rule
-from kronfac.control.geodesic_steps import GeodesicSteps
+import torch
+
+from kronfac.control.base import (
+    Coefficients,
+    Matrix,
+    Measurement,
+    ParameterVector,
+    Rule,
+    inner,
+    model_change,
+)
 from kronfac.control.long_memory import LongMemory, MemoryState
-from kronfac.control.quadratic_form import Coefficients, Matrix
+from kronfac.linalg.vector import dot
 from kronfac.storage import Storable
 
 
@@ -47,11 +65,6 @@ class StepRule(Rule[StepState]):
         """What momentum remembers while mini-batches are noisy; None for the last step as ever."""
         return None
 
-    @property
-    def geodesic_steps(self) -> GeodesicSteps | None:
-        """When M is minimised over all directions; None for never."""
-        return None
-
     def init(self, m: Measurement) -> StepState:
         """No momentum yet."""
         return StepState()
@@ -59,3 +72,176 @@ class StepRule(Rule[StepState]):
     @abstractmethod
     def solve(self, Q: Matrix, r: Coefficients, state: StepState, m: Measurement) -> Step:
         """The step, from Q (k, k) and r (k,), for one direction or two."""
+
+
+@dataclass(frozen=True)
+class RawStep(StepRule):
+    """δ = αΔ with a fixed α: no re-scaling, no momentum, as methods before K-FAC did.
+
+    M(δ) is computed all the same, for ρ and for the choice of γ.
+    """
+
+    alpha: float = 1.0
+
+    def solve(self, Q: Matrix, r: Coefficients, state: StepState, m: Measurement) -> Step:
+        return Step((self.alpha,), model_change(Q, r, (self.alpha,)))
+
+
+DEPENDENT = 64
+"""ε of the entries of Q below which an eigenvalue of it, for directions of unit curvature, is noise."""
+
+
+def minimiser(Q: Matrix, r: Coefficients, precision: float) -> tuple[float, ...]:
+    """argmin ½ cᵀQc + rᵀc over one or two coefficients, the smallest minimiser if there are several.
+
+    For directions of unit curvature Q is [[1, x], [x, 1]], with the eigenvalues 1 ± x along (1, ±1).
+    """
+    # A direction without curvature is a zero vector, or one that neither F, λ nor η sees: it has no part.
+    scales = [math.sqrt(max(row[i], 0.0)) for i, row in enumerate(Q)]
+    u, *v = (r_i / scale if scale > 0 else 0.0 for r_i, scale in zip(r, scales, strict=True))
+    if not v:
+        return (-u / scales[0] if scales[0] > 0 else 0.0,)
+    both = scales[0] > 0 and scales[1] > 0
+    x = Q[0][1] / scales[0] / scales[1] if both else 0.0
+    cutoff = DEPENDENT * precision
+    along = (u + v[0]) / 2 / (1 + x) if 1 + x > cutoff else 0.0
+    across = (u - v[0]) / 2 / (1 - x) if 1 - x > cutoff else 0.0
+    return tuple(
+        -part / scale if scale > 0 else 0.0
+        for part, scale in zip((along + across, along - across), scales, strict=True)
+    )
+
+
+def clip_to_objective(step: Step, objective: float, least: float = 0.0) -> tuple[Step, float]:
+    """The part of the step that takes M from `objective` to `least`, if it would go below, and its share.
+
+    Losses are not negative. On a few examples that are all but fitted the Fisher has hardly any curvature
+    left, and the minimiser of M is far outside of where M says anything.
+
+    At c δ, M has changed by c g + c² q/2 with g = ∇hᵀδ and q the curvature along δ.
+    """
+    if least > 0 and 0 <= objective <= least:
+        nothing = (0.0,) * len(step.coefficients)
+        return replace(step, coefficients=nothing, predicted_change=0.0, slope=0.0), 0.0
+    if not 0 < objective - least < -step.predicted_change:
+        return step, 1.0
+    objective -= least
+    slope = 2 * step.predicted_change if step.slope is None else step.slope
+    curvature = 2 * (step.predicted_change - slope)
+    # The smaller root of c g + c² q/2 = −objective, in the form that loses no digits.
+    root = math.sqrt(max(slope**2 - 2 * curvature * objective, 0.0))
+    share = 2 * objective / (-slope + root)
+    cut = tuple(share * c for c in step.coefficients)
+    bounded = replace(step, coefficients=cut, predicted_change=-objective, slope=share * slope)
+    return bounded, share
+
+
+def clip_to_radius(step: Step, curvature: float, radius: float) -> tuple[Step, float]:
+    """The part of the step within a trust region, δᵀFδ ≤ radius², and its share.
+
+    At c δ, M has changed by c g + c² q/2 with g = ∇hᵀδ and q the curvature along δ, λ's and η's included.
+    """
+    if not curvature > radius**2:
+        return step, 1.0
+    share = radius / math.sqrt(curvature)
+    slope = 2 * step.predicted_change if step.slope is None else step.slope
+    damped = 2 * (step.predicted_change - slope)
+    clipped = replace(
+        step,
+        coefficients=tuple(share * c for c in step.coefficients),
+        predicted_change=share * slope + share**2 * damped / 2,
+        slope=share * slope,
+    )
+    return clipped, share
+
+
+@dataclass(frozen=True)
+class QuadraticModel(StepRule):
+    """(α, μ) = argmin M: δ = αΔ + μδ₀, or δ = αΔ with `momentum=False`.
+
+    With `bounded=True`, KFAC's own choice, a step along which M would become negative ends at M = 0.
+    With `memory`, KFAC's own choice too, the step is another while the next mini-batches confirm less than
+    half of what M predicts (`long_memory.py`).
+
+    Directions that are linearly dependent to rounding (δ₀ ≈ Δ, δ₀ = 0) make Q singular; its
+    pseudo-inverse, taken after scaling every direction to unit curvature, then gives the smallest of
+    the minimisers.
+    """
+
+    momentum: bool = True
+    bounded: bool = False
+    memory: LongMemory | None = None
+
+    @property
+    def long_memory(self) -> LongMemory | None:
+        """None for conjugate gradients, which go on from a minimiser of M."""
+        return self.memory if self.momentum and self.cg_steps == 1 else None
+
+    def solve(self, Q: Matrix, r: Coefficients, state: StepState, m: Measurement) -> Step:
+        coefficients = minimiser(Q, r, m.precision)
+        memory = self.long_memory
+        if memory is None or memory.noise(m) == 0:
+            return Step(coefficients, model_change(Q, r, coefficients))
+        blend, kept = memory.blend(Q, r, coefficients, state.memory, m)
+        return Step(blend, model_change(Q, r, blend), inner(r, blend), kept)
+
+
+@dataclass(frozen=True)
+class ConjugateGradients(QuadraticModel):
+    """`QuadraticModel`, then `cg_steps` − 1 further steps of preconditioned conjugate gradients.
+
+    K-FAC's re-scaled update is the first iterate of conjugate gradients on M(δ), preconditioned by the
+    approximate Fisher. Going on from there is Hessian-free optimisation [MG15 §6.4]: δ comes closer to the
+    minimiser of M, for a product with the exact Fisher in every further step.
+
+    With `momentum=False` the result is the cg_steps-th iterate from δ = 0.
+    """
+
+    cg_steps: int = 10
+
+    def __post_init__(self) -> None:
+        if self.cg_steps < 1:
+            raise ValueError(f"ConjugateGradients needs at least one step; got {self.cg_steps}.")
+
+
+def refine(
+    delta: ParameterVector,
+    gradient: ParameterVector,
+    product: Callable[[ParameterVector], ParameterVector],
+    precondition: Callable[[ParameterVector], ParameterVector],
+    steps: int,
+) -> tuple[ParameterVector, float]:
+    """δ after further steps towards the minimiser of ½ δᵀBδ + ∇hᵀδ, and by how much that fell.
+
+    Each step minimises over the preconditioned residual z and the last change p of δ, which is what
+    conjugate gradients do; p starts as δ itself, the change from 0.
+
+    Args:
+        delta: where to start, a minimiser along its own direction.
+        gradient: ∇h.
+        product: v ↦ B v with B = F + (λ + η) I.
+        precondition: r ↦ F⁰⁻¹ r.
+        steps: how many.
+    """
+    total = 0.0
+    p, Bp = delta, product(delta)
+    residual = tuple(map(torch.add, gradient, Bp))
+    for _ in range(steps):
+        z = tuple(U.neg() for U in precondition(residual))
+        Bz = product(z)
+        products = [dot(z, Bz), dot(z, Bp), dot(p, Bp), dot(z, residual), dot(p, residual)]
+        zBz, zBp, pBp, *r = torch.stack(products).tolist()
+        Q = [[zBz, zBp], [zBp, pBp]]
+        a, b = minimiser(Q, r, torch.finfo(z[0].dtype).eps)
+        change = model_change(Q, r, (a, b))
+        # At the minimiser, or as near to it as rounding lets one get.
+        if not change < 0:
+            break
+        total += change
+        p, Bp = (
+            tuple(U * a + V * b for U, V in zip(new, old, strict=True))
+            for new, old in ((z, p), (Bz, Bp))
+        )
+        delta = tuple(map(torch.add, delta, p))
+        residual = tuple(map(torch.add, residual, Bp))
+    return delta, total

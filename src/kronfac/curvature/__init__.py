@@ -1,19 +1,17 @@
 """The curvature of the units: blocks, their statistics and their inverses [MG15 §3–§6.3]."""
 
-from kronfac.curvature.base import Block, InverseCost, Moments, Operator
+from kronfac.curvature.block import Block, InverseCost, Moments, Operator
 from kronfac.curvature.block_diagonal import BlockDiagonalInverse
 from kronfac.curvature.block_tridiagonal import BlockTridiagonalInverse
-from kronfac.curvature.curvature import Curvature, Link, ema_decay
-from kronfac.curvature.damping import ExactTikhonov, FactoredTikhonov
 from kronfac.curvature.dense import DenseBlock, DenseMoments
 from kronfac.curvature.diagonal import DiagonalBlock, DiagonalMoments
-from kronfac.curvature.eigenvalue_corrected import EigenvalueCorrectedInverse
+from kronfac.curvature.ekfac import EigenvalueCorrectedInverse
 from kronfac.curvature.fisher import EmpiricalFisher, ExactFisher, Fisher, SampledFisher
 from kronfac.curvature.grouped import GroupedKroneckerBlock, GroupedKroneckerMoments
 from kronfac.curvature.input_side import InputBlock, NoTargets
 from kronfac.curvature.inverse import ApproximateInverse, DampedInverse
 from kronfac.curvature.kronecker import KroneckerBlock, KroneckerMoments
-from kronfac.curvature.kronecker_sum import KroneckerSumBlock, KroneckerSumMoments
+from kronfac.curvature.moments import Curvature, Link, ema_decay
 from kronfac.curvature.taps import (
     AnyTap,
     ElementwiseTap,
@@ -24,6 +22,8 @@ from kronfac.curvature.taps import (
     Tap,
     Taps,
 )
+from kronfac.curvature.tied import KroneckerSumBlock, KroneckerSumMoments
+from kronfac.curvature.tikhonov import ExactTikhonov, FactoredTikhonov
 
 __all__ = [
     "AnyTap",

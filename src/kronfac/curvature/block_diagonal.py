@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Moments
-from kronfac.curvature.curvature import Curvature
-from kronfac.curvature.damping import ExactTikhonov, FactoredTikhonov, Tikhonov
+from kronfac.curvature.block import Moments
 from kronfac.curvature.dense import DenseMoments, DenseOperator
 from kronfac.curvature.inverse import ApproximateInverse, DampedInverse, Piece, failed
 from kronfac.curvature.kronecker import KroneckerMoments
+from kronfac.curvature.moments import Curvature
+from kronfac.curvature.tikhonov import ExactTikhonov, FactoredTikhonov, Tikhonov
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.linalg import (
     EigenKroneckerSum,

@@ -21,10 +21,8 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import InverseCost, Moments, eigh_cost
+from kronfac.curvature.block import InverseCost, Moments, eigh_cost
 from kronfac.curvature.block_diagonal import BlockDiagonalInverse, PreparedBlocks
-from kronfac.curvature.curvature import Curvature, Link
-from kronfac.curvature.damping import FactoredTikhonov
 from kronfac.curvature.inverse import (
     ApproximateInverse,
     ChainOperator,
@@ -33,6 +31,8 @@ from kronfac.curvature.inverse import (
     failed,
 )
 from kronfac.curvature.kronecker import KroneckerMoments
+from kronfac.curvature.moments import Curvature, Link
+from kronfac.curvature.tikhonov import FactoredTikhonov
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError, StateError
 from kronfac.linalg import (
     KroneckerDifferenceInverse,

@@ -11,15 +11,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import (
+from kronfac.curvature.block import (
     Block,
     InverseCost,
     Moments,
     cholesky_inverse_cost,
-    packed_size,
 )
-from kronfac.curvature.damping import Tikhonov
 from kronfac.curvature.taps import Taps, gradients_of_examples
+from kronfac.curvature.tikhonov import Tikhonov
 from kronfac.linalg import batched_inverse
 from kronfac.storage import Shapes, Storable
 
@@ -117,7 +116,7 @@ class DenseMoments(Moments):
         pieces, size, _ = self.M.shape
         numbers = self.M.numel()
         made = pieces * cholesky_inverse_cost(size)
-        return InverseCost(numbers, made, numbers, packed_size(self.M))
+        return InverseCost(numbers, made, numbers)
 
     @property
     def size(self) -> int:

@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Block, InverseCost, Moments
-from kronfac.curvature.damping import Tikhonov
+from kronfac.curvature.block import Block, InverseCost, Moments
 from kronfac.curvature.taps import Tap, Taps, gradients_of_examples
+from kronfac.curvature.tikhonov import Tikhonov
 from kronfac.errors import NonFiniteError
 from kronfac.storage import Shapes, Storable
 

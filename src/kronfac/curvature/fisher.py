@@ -5,10 +5,13 @@
 - `ExactFisher`: the expectation over that distribution, in closed form; one backward pass per output of an
   example.
 - `EmpiricalFisher`: the training targets. Not the Fisher, and said to work worse; one backward pass.
+
+Random numbers are drawn by the number of a term among those of all ranks (`Draws`): a step depends neither
+on the division into micro-batches nor on the number of ranks.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,20 +32,12 @@ class Outputs:
     """Random numbers for `draws` targets of each term, (draws, terms, …)."""
     each: int = 1
     """The number of terms of an example."""
-    interleaved: bool = False
-    """Whether term k N + n is of example n of N; else those of one example stand together."""
 
     def alone(self, vectors: Tensor, number: int) -> Tensor:
         """Vectors (terms, event) of one term of every example; zeros for the others."""
         if self.each == 1:
             return vectors
-        count = len(vectors) // self.each
-        chosen = (
-            slice(number * count, (number + 1) * count)
-            if self.interleaved
-            else slice(number, None, self.each)
-        )
-        found = torch.zeros_like(vectors)
+        chosen, found = slice(number, None, self.each), torch.zeros_like(vectors)
         found[chosen] = vectors[chosen]
         return found
 
@@ -141,3 +136,81 @@ class EmpiricalFisher(Fisher):
                 )
             scores.append(out.terms.likelihood.score(out.z, out.terms.targets))
         yield scores
+
+
+BLOCK = 1024
+"""Terms whose numbers are drawn at once."""
+
+_WORD = 2**64
+_STEP = 0x9E3779B97F4A7C15
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+class Draws:
+    """The random numbers of `count` terms on all ranks, (draws, terms, …), made when they are needed.
+
+    Terms go in blocks of `BLOCK`. If there is one block, its numbers are those of the generator's own
+    stream. If there are several, each has a generator of its own, seeded by a number from the stream and by
+    the block's place: a rank draws the blocks that its terms are in and no others, and the stream goes on
+    alike on all ranks.
+
+    Args:
+        draw: numbers for so many terms, from this generator; None if none are needed.
+        count: of the terms.
+        generator: the stream, which goes on by the same amount on every rank.
+    """
+
+    def __init__(
+        self,
+        draw: Callable[[int, torch.Generator], Tensor | None],
+        count: int,
+        generator: torch.Generator,
+    ) -> None:
+        self._draw, self._count, self._device = draw, count, generator.device
+        self._number, self._block = -1, None  # the last block that was asked for
+        if count <= BLOCK:
+            self._number, self._block = 0, draw(count, generator)
+        else:
+            self._seed = draw_seed(generator)
+
+    def between(self, start: int, stop: int) -> Tensor | None:
+        """The numbers of the terms from `start` to before `stop`; quickest in ascending order."""
+        first, last = start // BLOCK, max(stop - 1, start) // BLOCK
+        if first == last:
+            block = self._of(first)
+            offset = first * BLOCK
+            return None if block is None else block[:, start - offset : stop - offset]
+        found: Tensor | None = None
+        for number in range(first, last + 1):
+            block = self._of(number)
+            if block is None:
+                return None
+            if found is None:
+                found = block.new_empty((len(block), stop - start, *block.shape[2:]))
+            offset = number * BLOCK
+            lower, upper = max(start, offset), min(stop, offset + BLOCK)
+            found[:, lower - start : upper - start] = block[:, lower - offset : upper - offset]
+        return found
+
+    def _of(self, number: int) -> Tensor | None:
+        if number != self._number:
+            seeded = torch.Generator(self._device).manual_seed(child_seed(self._seed, number))
+            self._block = self._draw(min(BLOCK, self._count - number * BLOCK), seeded)
+            self._number = number
+        return self._block
+
+
+def draw_seed(generator: torch.Generator) -> int:
+    """A seed from a stream of random numbers."""
+    return int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+
+
+def child_seed(seed: int, number: int) -> int:
+    """One of many seeds from one, in [0, 2⁶³): SplitMix64 after `number` states (Steele, Lea, Flood 2014).
+
+    Neighbouring seeds differ in half of their bits: torch's generator on the host is seeded by 32 of them.
+    """
+    z = (seed + (number + 1) * _STEP) % _WORD
+    z = (z ^ (z >> 30)) * _MIX[0] % _WORD
+    z = (z ^ (z >> 27)) * _MIX[1] % _WORD
+    return (z ^ (z >> 31)) >> 1

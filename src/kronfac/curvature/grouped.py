@@ -14,10 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Block, Moments, vectors_counted
-from kronfac.curvature.damping import FactoredTikhonov, Tikhonov
+from kronfac.curvature.block import Block, Moments, Part, vectors_counted
 from kronfac.curvature.taps import GroupedTap, SummedGradient, Taps
-from kronfac.distributed import Part
+from kronfac.curvature.tikhonov import FactoredTikhonov, Tikhonov
 from kronfac.errors import UnsupportedModelError
 from kronfac.linalg import batched_inverse, kron
 from kronfac.storage import Shapes, Storable
@@ -185,7 +184,7 @@ class GroupedKroneckerAverage:
         """Both sums."""
         assert self._A is not None
         assert self._G is not None
-        return [Part(self._A, symmetric=True), Part(self._G, symmetric=True)]
+        return [(self._A, True), (self._G, True)]
 
     def counts(self) -> list[float]:
         """The number of vectors."""

@@ -13,8 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import Block, Moments, vectors_counted
-from kronfac.curvature.damping import Tikhonov
+from kronfac.curvature.block import Block, Moments, Part, vectors_counted
 from kronfac.curvature.fisher import Fisher, Outputs, Vector
 from kronfac.curvature.kronecker import (
     KroneckerBlock,
@@ -22,10 +21,9 @@ from kronfac.curvature.kronecker import (
     direct_or_transposed,
 )
 from kronfac.curvature.taps import Taps
-from kronfac.distributed import Part
+from kronfac.curvature.tikhonov import Tikhonov
 from kronfac.linalg import shifted_inverse
 from kronfac.linalg.kronecker import kron, multiply_left, multiply_right
-from kronfac.ranges import Count
 from kronfac.storage import Shapes, Storable
 
 
@@ -55,8 +53,8 @@ class InputOperator(Storable):
     """V ↦ V M, or M V if it is Vᵀ that was multiplied; V itself without M."""
 
     M: Tensor | None  # (A + γ²I)⁻¹, or its diagonal
-    rows: Count
-    columns: Count
+    rows: int
+    columns: int
     transposed: bool = False
 
     def shapes(self, rows: int, columns: int) -> Shapes:
@@ -79,8 +77,8 @@ class InputMoments(Moments):
     """A; None for a unit that is left as it is."""
 
     A: Tensor | None  # E[ā āᵀ], (columns, columns), or its diagonal; by rows if transposed
-    rows: Count
-    columns: Count
+    rows: int
+    columns: int
     transposed: bool = False
 
     def shapes(self, rows: int, columns: int) -> Shapes:
@@ -192,7 +190,7 @@ class InputAverage:
 
     def parts(self) -> list[Part]:
         """The sum, unless the unit is left as it is."""
-        return [] if self._product is None else [Part(self._product.sum, symmetric=True)]
+        return [] if self._product is None else [(self._product.sum, True)]
 
     def counts(self) -> list[float]:
         """The number of vectors, by the direction in which the unit is used."""

@@ -14,11 +14,10 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import InverseCost, Moments, Operator
-from kronfac.curvature.curvature import Curvature
-from kronfac.curvature.damping import FactoredTikhonov
+from kronfac.curvature.block import InverseCost, Moments, Operator, Part
+from kronfac.curvature.moments import Curvature
 from kronfac.curvature.taps import Taps
-from kronfac.distributed import Part, Phase
+from kronfac.curvature.tikhonov import FactoredTikhonov
 from kronfac.errors import StateError
 from kronfac.linalg import Failure, KroneckerProduct, OuterProduct
 from kronfac.storage import Layout, Storable, tensors_in
@@ -50,25 +49,7 @@ class Failed(Storable):
     message: str
 
 
-@dataclass(frozen=True)
-class Placed(Storable):
-    """An inverse that one group of processes holds, and the others do without."""
-
-    group: int
-    length: int
-    """The number of units."""
-    operator: Operator | ChainOperator | None
-    """The inverse itself; None in a process that does not hold it."""
-
-    def of_unit(self, number: int) -> "Placed":
-        """That of one of the units by itself, in the same place."""
-        operator = self.operator
-        if isinstance(operator, ChainOperator):
-            operator = operator.of_unit(number)
-        return Placed(self.group, 1, operator)
-
-
-Piece = Operator | ChainOperator | Failed | Placed
+Piece = Operator | ChainOperator | Failed
 
 
 @dataclass(frozen=True)
@@ -101,20 +82,6 @@ class DampedInverse(Storable):
         for piece in self.pieces:
             products += _multiply(piece, vectors[len(products) : len(products) + length_of(piece)])
         return tuple(products)
-
-    def gathered(
-        self, phase: Phase, kind: type = object, *, on_host: bool = False
-    ) -> "DampedInverse":
-        """The inverse with all of its pieces, or those of one kind, in every process.
-
-        All processes call it. What the process does not hold itself is a copy, in the memory of the host if
-        it is wanted there.
-        """
-        return self
-
-    def with_pieces(self, pieces: Sequence[Piece]) -> "DampedInverse":
-        """The same with other pieces of the same units; a process drops those that it does not hold."""
-        return replace(self, pieces=tuple(pieces))
 
     def mended(self, pieces: Mapping[int, Piece]) -> "DampedInverse":
         """The same with other pieces in the place of those that have failed, by the number of the unit."""
@@ -152,11 +119,11 @@ class DampedInverse(Storable):
             else replace(self, pieces=tuple(pieces))
         )
 
-    def of_unit(self, number: int) -> Operator | Failed | Placed:
+    def of_unit(self, number: int) -> Operator | Failed:
         """The inverse of one unit by itself; of one in a chain, what it is without its neighbours."""
         for piece in self.pieces:
             if number < length_of(piece):
-                if isinstance(piece, (ChainOperator, Placed)):
+                if isinstance(piece, ChainOperator):
                     return piece.of_unit(number)
                 return piece
             number -= length_of(piece)
@@ -165,11 +132,11 @@ class DampedInverse(Storable):
 
 def length_of(piece: Piece) -> int:
     """The number of units that a piece is of."""
-    return piece.length if isinstance(piece, (ChainOperator, Placed)) else 1
+    return piece.length if isinstance(piece, ChainOperator) else 1
 
 
 def usable(piece: Piece) -> bool:
-    """Whether all numbers of an inverse are finite, as far as this process has them."""
+    """Whether all numbers of an inverse are finite."""
     if isinstance(piece, Failed):
         return False
     finite = [t.isfinite().all() for t in tensors_in(piece)]
@@ -188,22 +155,12 @@ def without_unusable(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _multiply(piece: Piece, vectors: Vectors) -> Sequence[Tensor]:
-    """The products with the vectors of a piece's units; memory for them if it is held elsewhere."""
-    if isinstance(piece, Placed):
-        if piece.operator is None:
-            return [_empty_like(V) for V in vectors]
-        piece = piece.operator
+    """The products with the vectors of a piece's units."""
     assert not isinstance(piece, Failed)
     if isinstance(piece, KroneckerProduct):  # which alone has a use for the factors
         return [piece.mv(vectors[0])]
     dense = [V.to_dense() if isinstance(V, OuterProduct) else V for V in vectors]
     return piece.mv_chain(dense) if isinstance(piece, ChainOperator) else [piece.mv(dense[0])]
-
-
-def _empty_like(V: Tensor | OuterProduct) -> Tensor:
-    if isinstance(V, OuterProduct):
-        return V.grads.new_empty(V.grads.shape[1], V.inputs.shape[1])
-    return torch.empty_like(V, memory_format=torch.contiguous_format)
 
 
 class PreparedInverse(Protocol):
@@ -252,10 +209,7 @@ class ApproximateInverse(ABC):
         return self
 
     def between_refreshes(self, inverse: DampedInverse, decay: float) -> InverseUpdate | None:
-        """How the inverse in use follows a step's statistics, with ε = `decay`; None if it does not.
-
-        Processes may hold a part of it each: `gathered` has all pieces, `with_pieces` drops them again.
-        """
+        """How the inverse in use follows a step's statistics, with ε = `decay`; None if it does not."""
         return None
 
     def cost(self, moments: Moments) -> InverseCost:

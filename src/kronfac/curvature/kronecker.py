@@ -17,24 +17,22 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from kronfac.curvature.base import (
+from kronfac.curvature.block import (
     Block,
     InverseCost,
     Moments,
     Operator,
+    Part,
     cholesky_inverse_cost,
     eigh_cost,
-    packed_size,
     vectors_counted,
 )
-from kronfac.curvature.damping import ExactTikhonov, Tikhonov
-from kronfac.curvature.scattered_rows import ScatteredRows
 from kronfac.curvature.taps import OneHot, Rows, SummedGradient, Tap, Taps
-from kronfac.distributed import Part
+from kronfac.curvature.tikhonov import ExactTikhonov, Tikhonov
 from kronfac.errors import UnsupportedModelError
 from kronfac.linalg import EigenKroneckerSum, KroneckerProduct, eigh, shifted_inverse
-from kronfac.linalg.gram import add_gram
 from kronfac.linalg.kronecker import kron
+from kronfac.linalg.spd import add_gram
 from kronfac.storage import Shapes
 
 Sharing = Literal["expand", "reduce"]
@@ -96,7 +94,6 @@ class KroneckerMoments(Moments):
             self.A.numel() + self.G.numel(),
             sum(map(cholesky_inverse_cost, full)),
             self.size * (sum(full) + 2 - len(full)),
-            packed_size(self.A) + packed_size(self.G),
         )
 
     @property
@@ -236,7 +233,7 @@ class KroneckerAverage:
 
     def parts(self) -> list[Part]:
         """Both sums, A first."""
-        return [Part(side.sum, symmetric=True) for side in self.sides]
+        return [(side.sum, True) for side in self.sides]
 
     def counts(self) -> list[float]:
         """The number of vectors, by the direction in which the unit is used."""
@@ -272,9 +269,6 @@ class Product:
         weight *= 1 - self._decay
         if isinstance(x, OneHot):
             self._add_one_hot(x, weight)
-            return
-        if isinstance(x, ScatteredRows) and x is y:
-            self._add((x.squares() if self.diagonal else x.second_moment()).mul_(weight))
             return
         one = x is y
         x, y = (z if isinstance(z, Tensor) else z.all() for z in (x, y))

@@ -17,8 +17,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kronfac.curvature.scattered_rows import ScatteredRows
-
 WORK_SPACE = 2**24
 """Numbers that gradients of single examples may take at a time: 64 MB in float32."""
 
@@ -102,7 +100,7 @@ class OneHot:
         return total.index_add_(0, self.indices.flatten(), flat)
 
 
-Rows = Tensor | OneHot | ScatteredRows
+Rows = Tensor | OneHot
 
 
 @dataclass(frozen=True)

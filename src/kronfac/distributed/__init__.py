@@ -1,36 +1,22 @@
-"""Several processes: who they are, what they tell each other, and what can't be trained in them."""
+"""Training in several processes: everything about ranks, behind `World`."""
 
-from kronfac.distributed.holders import Holders
-from kronfac.distributed.packing import Packed, Part
-from kronfac.distributed.reduction import Reduction, Tally
-from kronfac.distributed.spread import HERE, Place, Spread
+from kronfac.distributed.portion import HERE, OwnPart, Portion, fingerprint, gather_parts
 from kronfac.distributed.whole_state import WholeState
-from kronfac.distributed.world import ALONE, Phase, Processes, Ranks
-from kronfac.distributed.wrappers import (
-    averages_gradients,
-    fully_sharded,
-    inner_model,
-    refuse_distributed,
-    reshard,
-)
+from kronfac.distributed.world import ALONE, Processes, Tally, World
+from kronfac.distributed.wrappers import averages_gradients, inner_model, refuse_distributed
 
 __all__ = [
     "ALONE",
     "HERE",
-    "Holders",
-    "Packed",
-    "Part",
-    "Phase",
-    "Place",
+    "OwnPart",
+    "Portion",
     "Processes",
-    "Ranks",
-    "Reduction",
-    "Spread",
     "Tally",
     "WholeState",
+    "World",
     "averages_gradients",
-    "fully_sharded",
+    "fingerprint",
+    "gather_parts",
     "inner_model",
     "refuse_distributed",
-    "reshard",
 ]

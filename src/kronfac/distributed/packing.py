@@ -1,4 +1,4 @@
-"""Symmetric matrices in half of their numbers, for the way between processes.
+"""Tensors as they are sent: concatenated, and symmetric matrices in half of their numbers.
 
 Of an (n, n) matrix with blocks of size h = n/2,
 
@@ -10,52 +10,46 @@ which is a rectangle of n (n + 1) / 2 numbers without an index for any of them. 
 column of zeros are added.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 
-@dataclass(frozen=True)
-class Part:
-    """A tensor that is a sum over the examples of all processes."""
+class Packed:
+    """Tensors concatenated, in one flat tensor per dtype and device.
 
-    tensor: Tensor
-    symmetric: bool = False
-    """Whether its last two dimensions are those of a symmetric matrix."""
+    Args:
+        tensors: to be sent, or to be filled with what arrives.
+        symmetric: whether each of them is a symmetric matrix, or a batch of them.
+    """
 
-    @property
-    def numbers(self) -> int:
-        """How many numbers travel."""
-        if not self._packs:
-            return self.tensor.numel()
-        n = self.tensor.shape[-1]
-        half = (n + 1) // 2
-        return self.tensor.numel() // (n * n) * half * (2 * half + 1)
+    def __init__(self, tensors: Sequence[Tensor], symmetric: Sequence[bool]) -> None:
+        kinds: dict[object, list[tuple[Tensor, bool]]] = defaultdict(list)
+        for tensor, half in zip(tensors, symmetric, strict=True):
+            packs = half and tensor.dim() > 1 and tensor.shape[-1] > 1
+            kinds[tensor.dtype, tensor.device].append((tensor, packs))
+        self._kinds = list(kinds.values())
+        self.flats = [
+            torch.cat([(pack(tensor) if packs else tensor).reshape(-1) for tensor, packs in same])
+            for same in self._kinds
+        ]
+        """The numbers to be sent, in the same order on all ranks."""
 
-    @property
-    def _packs(self) -> bool:
-        return self.symmetric and self.tensor.dim() > 1 and self.tensor.shape[-1] > 1
-
-    def packed(self) -> Tensor:
-        """What travels, flat."""
-        return (pack(self.tensor) if self._packs else self.tensor).reshape(-1)
-
-    def unpack(self, flat: Tensor) -> None:
-        """Take over what has arrived, in place."""
-        if self._packs:
-            n = self.tensor.shape[-1]
-            half = (n + 1) // 2
-            shape = (*self.tensor.shape[:-2], 2 * half + 1, half)
-            self.tensor.copy_(unpack(flat.reshape(shape), n))
-        else:
-            self.tensor.copy_(flat.reshape(self.tensor.shape))
+    def unpack(self) -> None:
+        """Copy the flat tensors back into the tensors."""
+        for same, flat in zip(self._kinds, self.flats, strict=True):
+            shapes = [_packed_shape(tensor) if packs else tensor.shape for tensor, packs in same]
+            pieces = flat.split([torch.Size(shape).numel() for shape in shapes])
+            for (tensor, packs), shape, piece in zip(same, shapes, pieces, strict=True):
+                found = piece.view(shape)
+                tensor.copy_(unpack(found, tensor.shape[-1]) if packs else found)
 
 
 def pack(M: Tensor) -> Tensor:
-    """The rectangle (…, n + 1, n/2) of symmetric matrices (…, n, n); of n + 1 in the place of an odd n."""
+    """Return the rectangles (…, n + 1, n/2) of symmetric matrices (…, n, n), with n + 1 for an odd n."""
     if M.shape[-1] % 2:
         M = pad(M, (0, 1, 0, 1))
     h = M.shape[-1] // 2
@@ -65,7 +59,7 @@ def pack(M: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, n: int) -> Tensor:
-    """The symmetric matrices (…, n, n) of their rectangles."""
+    """Return the symmetric matrices (…, n, n) of their rectangles."""
     h = packed.shape[-1]
     Q, triangles = packed[..., :h, :], packed[..., h:, :]
     R, P = triangles[..., :-1, :].triu(), triangles[..., 1:, :].tril()
@@ -74,21 +68,6 @@ def unpack(packed: Tensor, n: int) -> Tensor:
     return M[..., :n, :n]
 
 
-class Packed:
-    """Tensors as they travel: those of one dtype and device one after another."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        kinds: dict[tuple[torch.dtype, torch.device], list[Part]] = {}
-        for part in parts:
-            kinds.setdefault((part.tensor.dtype, part.tensor.device), []).append(part)
-        self._kinds = list(kinds.values())
-        self.flats = [torch.cat([part.packed() for part in same]) for same in self._kinds]
-        """What travels, in an order that all ranks have."""
-
-    def unpack(self) -> None:
-        """Take over what has arrived, in place."""
-        for same, flat in zip(self._kinds, self.flats, strict=True):
-            start = 0
-            for part in same:
-                part.unpack(flat[start : start + part.numbers])
-                start += part.numbers
+def _packed_shape(M: Tensor) -> tuple[int, ...]:
+    half = (M.shape[-1] + 1) // 2
+    return (*M.shape[:-2], 2 * half + 1, half)

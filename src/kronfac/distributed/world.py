@@ -1,239 +1,304 @@
-"""The processes that train one model together.
+"""The processes that train together, and how they gather numbers and sum tensors.
 
-All numbers that a decision is taken from are sums over the ranks, in the order of the ranks, so that every
-rank takes the same one. They go from rank to rank as messages on the host, each with the name of the phase
-that it is of: a rank that fails says so in the place of its next message, and ranks that have come to
-different places are told, in place of waiting for each other. Tensors are summed by torch's all_reduce,
-which is started right after such a message and waited for where the sums are needed (`reduction.py`).
-`docs/notes/messages.md` says which messages a step has, and why.
+Numbers that a decision depends on are gathered on the host and added in the order of the ranks: so all
+ranks get the same sums, to the last bit, and decide alike. Every such message carries the phase of the step
+that it belongs to. A rank that fails sends a notice in place of its next message, and ranks that are in
+different phases get an error instead of waiting for each other. Tensors are summed by torch's all_reduce,
+right after such a message.
 """
 
+import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import IntEnum
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kronfac.distributed.packing import Packed, Part
-from kronfac.distributed.reduction import Reduction, StartedReduction, Tally
+from kronfac.distributed.assignment import assign
+from kronfac.distributed.packing import Packed
 from kronfac.errors import RankError
 
+Phase = Literal[
+    "evaluation",
+    "gradient",
+    "comparison",
+    "loss",
+    "examples",
+    "statistics",
+    "fisher",
+    "refresh",
+    "commit",
+    "state",
+]
+"""The part of a step that a sum or a message belongs to."""
 TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the message of another one."""
+"""How long a rank waits for another rank's message."""
 SHORT = 60
-"""Numbers that the first messages have; a longer one is sent in two."""
+"""Numbers in a message at first; a longer one is sent in two parts."""
 LONG = 1000
-"""Numbers up to which all messages are made as long as the longest so far was, so that it fits into one."""
-_HEAD = 4
-"""Numbers of a message before its own: whether the rank is well, its phase, the length, and how many sums
-it has started."""
+"""The longest that messages grow to, so that the longest one so far fits into one part."""
+_HEAD = 3
+"""Numbers of a message before its own: whether the rank has failed, the phase, and the length."""
+_TENSOR = "tensor"
+"""The entry that stands for a tensor in a tree that is sent as text."""
+_PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
-class Phase(IntEnum):
-    """What a message is of, in the order of a step."""
+@dataclass
+class Tally:
+    """What a rank has sent, and how long it took."""
 
-    EVALUATION = 1
-    GRADIENT = 2
-    COMPARISON = 3
-    LOSS = 4
-    EXAMPLES = 5
-    STATISTICS = 6
-    FISHER = 7
-    REFRESH = 8
-    DIRECTION = 9
-    COMMIT = 10
-    STATE = 11
+    messages: Counter[str] = field(default_factory=Counter)
+    """Messages on the host, by their phase; one in two parts counts twice."""
+    sums: int = 0
+    """All_reduces of tensors."""
+    bytes: int = 0
+    """Bytes of the tensors that were summed or broadcast."""
+    talked: float = 0.0
+    """Seconds in messages, the wait for other ranks included."""
+    waited: float = 0.0
+    """Seconds in sums, the wait for other ranks included."""
 
 
-class Ranks:
-    """One process by itself: nothing has to be told to anybody."""
+class World:
+    """One process by itself: sums and gathered numbers are its own."""
 
     rank: int = 0
     size: int = 1
 
-    def gather(self, phase: Phase, numbers: Sequence[float]) -> list[list[float]]:
-        """The numbers of every rank, in the order of the ranks.
+    def __init__(self) -> None:
+        self.tally = Tally()
+
+    @staticmethod
+    def current() -> "World":
+        """The processes of torch's default group; `ALONE` if there is no group, or one process."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return ALONE
+        return Processes.of_default_group()
+
+    def gather(self, numbers: Sequence[float], phase: Phase) -> list[list[float]]:
+        """Return the numbers of every rank, in the order of the ranks.
 
         Raises:
-            RankError: another rank has failed, is at another place, or does not answer.
+            RankError: another rank has failed, is in another phase, or does not answer.
         """
         return [list(numbers)]
 
-    def total(self, phase: Phase, numbers: Sequence[float]) -> list[float]:
-        """Sums over the ranks of numbers of which every rank has as many."""
-        return [math.fsum(column) for column in zip(*self.gather(phase, numbers), strict=True)]
+    def total(self, numbers: Sequence[float], phase: Phase) -> list[float]:
+        """Add numbers over the ranks; every rank has equally many."""
+        return [math.fsum(column) for column in zip(*self.gather(numbers, phase), strict=True)]
 
-    def prepare(self, flats: Sequence[Tensor]) -> Reduction:
-        """A sum of flat tensors over the ranks, in place, to be started right after a message."""
-        return Reduction()
+    def agree(self, numbers: Sequence[float], phase: Phase, what: str) -> None:
+        """Make sure that all ranks have the same numbers.
 
-    def sum_(
-        self, phase: Phase, parts: Sequence[Part], numbers: Sequence[float] = ()
+        Raises:
+            RankError: they have not; `what` says what the numbers are of.
+        """
+        rows = self.gather(numbers, phase)
+        if any(row != rows[0] for row in rows):
+            raise RankError(
+                f"The ranks have computed different {what}: {rows}. No rank takes the step. They have to "
+                "have the same model, settings, torch and kind of processor."
+            )
+
+    def sum(
+        self,
+        tensors: Sequence[Tensor],
+        phase: Phase,
+        *,
+        symmetric: Sequence[bool] = (),
+        numbers: Sequence[float] = (),
     ) -> list[float]:
-        """Sum tensors over the ranks, in place; every rank has the same shapes. Also sums of numbers."""
+        """Sum tensors over the ranks, in place, and numbers.
+
+        Args:
+            tensors: of the same shapes on all ranks.
+            phase: see `Phase`.
+            symmetric: whether each of them is a symmetric matrix, of which one half is sent.
+            numbers: to be summed too; their sums are returned.
+        """
         return list(numbers)
 
-    def broadcast_(
-        self,
-        phase: Phase,
-        parts: Sequence[Part],
-        owner: int,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        """Take over the tensors of one rank, in place; by the ranks of a group, or by all."""
+    def exchange(self, tree: Any, device: torch.device, phase: Phase) -> list[Any]:
+        """Broadcast dicts, lists, tensors and plain values from every rank to all others.
 
-    def texts(self, phase: Phase, text: str) -> list[str]:
-        """The text of every rank, in the order of the ranks."""
-        return [text]
+        Returns:
+            The tree of every rank, in the order of the ranks. Tensors are on this device, with the same
+            layout in memory on all ranks: products of tensors with different layouts differ by rounding.
+        """
+        return [tree]
+
+    def assign(self, costs: Sequence[float]) -> list[int]:
+        """The rank for each piece of work: greedily by cost, the same on all ranks."""
+        return assign(costs, self.size)
 
     def abandon(self) -> None:
         """Tell the other ranks that this one has failed."""
 
 
-ALONE = Ranks()
+ALONE = World()
 
 
-class Processes(Ranks):
-    """The ranks of torch's process group."""
+class Processes(World):
+    """The ranks of torch's default process group."""
 
     _found: ClassVar[dict[object, "Processes"]] = {}
 
     def __init__(self) -> None:
+        super().__init__()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._tensors = dist.group.WORLD
-        # A group of its own: with a time limit of its own, and on the host whatever the tensors are on.
+        # A group of its own: with a time limit of its own, and on the host wherever the tensors are.
         self._messages = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._length = SHORT
         """Numbers of a message, the same on all ranks."""
-        self.tally = Tally()
 
     @classmethod
-    def current(cls) -> Ranks:
-        """The processes of the default group; `ALONE` if there is none, or one process."""
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return ALONE
+    def of_default_group(cls) -> "Processes":
+        """The same object for as long as the group exists."""
         group = dist.group.WORLD
         if group not in cls._found:
             cls._found.clear()  # of groups that have been destroyed
             cls._found[group] = cls()
         return cls._found[group]
 
-    def gather(self, phase: Phase, numbers: Sequence[float]) -> list[list[float]]:
-        """The numbers of every rank, in the order of the ranks."""
+    def gather(self, numbers: Sequence[float], phase: Phase) -> list[list[float]]:
+        """Return the numbers of every rank, in the order of the ranks."""
         length = self._length
-        head = [0.0, float(phase), float(len(numbers)), float(self.tally.sums)]
-        rows = self._exchange(phase, [*head, *numbers[:length]], length)
+        head = [0.0, float(_PHASES.index(phase)), float(len(numbers))]
+        rows = self._send([*head, *numbers[:length]], length, phase)
         failed = [rank for rank, row in enumerate(rows) if row[0]]
         if failed:
             raise RankError(
-                f"Rank {_list(failed)} has failed while rank {self.rank} was in the phase "
-                f"{phase.name}: no rank takes this step. Its own error says why."
+                f"Rank {', '.join(map(str, failed))} has failed while rank {self.rank} was in the phase "
+                f"{phase!r}: no rank takes this step. Its own error says why."
             )
-        if len({(row[1], row[3]) for row in rows}) > 1:
-            places = ", ".join(
-                f"rank {r}: {Phase(int(row[1])).name} after {int(row[3])} sums"
-                for r, row in enumerate(rows)
-            )
+        if len({row[1] for row in rows}) > 1:
+            phases = ", ".join(f"rank {r}: {_PHASES[int(row[1])]!r}" for r, row in enumerate(rows))
             raise RankError(
                 "The ranks have come to different places, because they do not do the same: "
-                f"{places}. Call step() and state_dict() equally often on all ranks, with equal settings."
+                f"{phases}. Call step() and state_dict() equally often on all ranks, with equal settings."
             )
         most = max(int(row[2]) for row in rows)
         if most > length:
-            rest = self._exchange(phase, [0.0] * _HEAD + list(numbers[length:]), most - length)
+            rest = self._send([0.0] * _HEAD + list(numbers[length:]), most - length, phase)
             rows = [row + more[_HEAD:] for row, more in zip(rows, rest, strict=True)]
-            # All ranks know this, so that also one that fails sends as many.
+            # All ranks know the new length, so that a rank that fails sends as many.
             self._length = max(length, min(most, LONG))
         return [row[_HEAD : _HEAD + int(row[2])] for row in rows]
 
-    def _exchange(self, phase: Phase, message: Sequence[float], length: int) -> list[list[float]]:
-        own = torch.zeros(_HEAD + length, dtype=torch.float64)
-        own[: len(message)] = torch.tensor(message, dtype=torch.float64)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        began = time.perf_counter()
-        with self._answered():
-            dist.all_gather(found, own, group=self._messages)
-        self._count(phase, began)
-        return [row.tolist() for row in found]
-
-    def _count(self, phase: Phase, began: float) -> None:
-        self.tally.messages[phase.name] += 1
-        self.tally.talked += time.perf_counter() - began
-
-    @contextmanager
-    def _answered(self) -> Iterator[None]:
-        """Errors of torch's, in which a rank that has ended shows, as a RankError."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise RankError(
-                f"Rank {self.rank} got no answer from another rank in time (messages: {TIMEOUT}), or that "
-                "has ended: no step is taken. Start all ranks again from the last checkpoint."
-            ) from error
-
-    def prepare(self, flats: Sequence[Tensor]) -> Reduction:
-        """A sum of flat tensors over the ranks, in place, to be started right after a message."""
-        return StartedReduction(flats, self._tensors, self.tally, self._answered)
-
-    def sum_(
-        self, phase: Phase, parts: Sequence[Part], numbers: Sequence[float] = ()
+    def sum(
+        self,
+        tensors: Sequence[Tensor],
+        phase: Phase,
+        *,
+        symmetric: Sequence[bool] = (),
+        numbers: Sequence[float] = (),
     ) -> list[float]:
-        """Sum tensors over the ranks, in place, each kind of them in one all_reduce; and numbers."""
-        packed = Packed(parts)
-        reduction = self.prepare(packed.flats)
-        totals = self.total(phase, numbers)
-        reduction.start()
-        reduction.wait()
+        """Sum tensors over the ranks, in place, with one all_reduce per dtype and device; and numbers."""
+        # Before the message: after it, nothing can fail on one rank alone.
+        packed = Packed(tensors, symmetric or [False] * len(tensors))
+        totals = self.total(numbers, phase)
+        began = time.perf_counter()
+        for flat in packed.flats:
+            with self._answered():
+                dist.all_reduce(flat, group=self._tensors)
+            self.tally.sums += 1
+            self.tally.bytes += flat.numel() * flat.element_size()
+        self.tally.waited += time.perf_counter() - began
         packed.unpack()
         return totals
 
-    def broadcast_(
-        self,
-        phase: Phase,
-        parts: Sequence[Part],
-        owner: int,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        """Take over the tensors of one rank, in place; by the ranks of a group, or by all."""
-        packed = Packed(parts)
+    def exchange(self, tree: Any, device: torch.device, phase: Phase) -> list[Any]:
+        """Broadcast dicts, lists, tensors and plain values from every rank to all others."""
+        own: dict[int, Tensor] = {}
+
+        def number(tensor: Tensor) -> dict[str, int]:
+            own.setdefault(id(tensor), tensor)
+            return {_TENSOR: list(own).index(id(tensor))}
+
+        text = json.dumps(tree, default=number)
+        kinds = [_describe(tensor) for tensor in own.values()]
+        told = [json.loads(text) for text in self._texts(json.dumps([text, kinds]), phase)]
+        found = [
+            [
+                torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+                for shape, dtype, _ in kinds
+            ]
+            for _, kinds in told
+        ]
+        for received, tensor in zip(found[self.rank], own.values(), strict=True):
+            received.copy_(tensor)
+        self.gather([], phase)  # all ranks have the memory for it
+        for owner, (tensors, (_, kinds)) in enumerate(zip(found, told, strict=True)):
+            self._broadcast(tensors, [symmetric for *_, symmetric in kinds], owner)
+
+        def restored(text: str, tensors: Sequence[Tensor]) -> Any:
+            def restore(item: dict[str, Any]) -> Any:
+                return tensors[item[_TENSOR]] if item.keys() == {_TENSOR} else item
+
+            return json.loads(text, object_hook=restore)
+
+        return [restored(text, tensors) for (text, _), tensors in zip(told, found, strict=True)]
+
+    def abandon(self) -> None:
+        """Tell the other ranks, in place of the next message, that this one has failed."""
+        with suppress(RankError):  # the others have ended
+            self._send([1.0], self._length, "state")
+
+    def _broadcast(self, tensors: Sequence[Tensor], symmetric: Sequence[bool], owner: int) -> None:
+        packed = Packed(tensors, symmetric)
         for flat in packed.flats:
             with self._answered():
-                dist.broadcast(flat, owner, group=self._tensors if group is None else group)
-            self.tally.broadcasts += 1
+                dist.broadcast(flat, owner, group=self._tensors)
             self.tally.bytes += flat.numel() * flat.element_size()
         if self.rank != owner:
             packed.unpack()
 
-    def texts(self, phase: Phase, text: str) -> list[str]:
+    def _texts(self, text: str, phase: Phase) -> list[str]:
         """The text of every rank, in the order of the ranks."""
         own = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        lengths = [int(row[0]) for row in self.gather(phase, [float(len(own))])]
+        lengths = [int(row[0]) for row in self.gather([float(len(own))], phase)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(own)] = own
-        found = [torch.empty_like(padded) for _ in range(self.size)]
-        began = time.perf_counter()
-        with self._answered():
-            dist.all_gather(found, padded, group=self._messages)
-        self._count(phase, began)
-        pairs = zip(found, lengths, strict=True)
+        pairs = zip(self._all_gather(padded, phase), lengths, strict=True)
         return [bytes(row[:length].tolist()).decode() for row, length in pairs]
 
-    def abandon(self) -> None:
-        """Say in the place of the next message that this rank has failed."""
-        with suppress(RankError):  # the others have ended
-            self._exchange(Phase.STATE, [1.0], self._length)
+    def _send(self, message: Sequence[float], length: int, phase: Phase) -> list[list[float]]:
+        own = torch.zeros(_HEAD + length, dtype=torch.float64)
+        own[: len(message)] = torch.tensor(message, dtype=torch.float64)
+        return [row.tolist() for row in self._all_gather(own, phase)]
+
+    def _all_gather(self, own: Tensor, phase: Phase) -> list[Tensor]:
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        began = time.perf_counter()
+        with self._answered():
+            dist.all_gather(found, own, group=self._messages)
+        self.tally.messages[phase] += 1
+        self.tally.talked += time.perf_counter() - began
+        return found
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Raise torch's errors, by which a rank that has ended shows, as a RankError."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankError(
+                f"Rank {self.rank} got no answer from another rank, which has ended or took longer than "
+                f"{TIMEOUT}: no step is taken. Start all ranks again from the last checkpoint."
+            ) from error
 
 
-def _list(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def on_device(number: float, like: Tensor) -> Tensor:
-    """A float64 number where a tensor is."""
-    return torch.tensor(number, dtype=torch.float64, device=like.device)
+def _describe(tensor: Tensor) -> tuple[list[int], str, bool]:
+    """Shape, dtype, and whether it is a symmetric matrix."""
+    square = tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2]
+    symmetric = square and bool((tensor == tensor.mT).all())
+    return list(tensor.shape), str(tensor.dtype).removeprefix("torch."), symmetric

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kronfac.errors import UnsupportedModelError
-from kronfac.optimizer import KFAC
+from kronfac.kfac import KFAC
 from kronfac.physics import Jet, JetColumns
 
 

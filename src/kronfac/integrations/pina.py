@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kronfac.errors import UnsupportedModelError
-from kronfac.optimizer import KFAC
+from kronfac.kfac import KFAC
 from kronfac.physics import JetColumns
 
 Second = str | Sequence[tuple[str, str]]

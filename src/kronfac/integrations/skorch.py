@@ -1,24 +1,33 @@
-"""skorch: `NeuralNetClassifier(Module, optimizer=kronfac.integrations.skorch.kfac, lr=1.0)`.
+"""K-FAC in skorch: a mixin that makes the optimizer with the module, and not with its parameters alone.
 
-skorch makes an optimizer with parameters and `lr`, which is 0.01 unless it is told otherwise, and passes a
-closure to `step`, in which K-FAC sees the criterion. Settings go by skorch's names: `optimizer__inverse=…`.
-A function by name, so that scikit-learn can clone and pickle nets; skorch itself is not imported.
+class Net(KFACMixin, NeuralNetClassifier):
+pass
+
+net = Net(Module, criterion=nn.CrossEntropyLoss, lr=1.0)
 """
 
 from typing import Any
 
-from torch import Tensor
-
-from kronfac.groups import Params
-from kronfac.optimizer import KFAC
+from kronfac.kfac import KFAC
 
 
-def kfac(params: Params, lr: float | Tensor, **settings: Any) -> KFAC:
-    """`KFAC.for_parameters`, for the argument `optimizer` of skorch's nets.
+class KFACMixin:
+    """Makes a skorch net train with `KFAC`; stands before the net's own class.
 
-    Args:
-        params: from skorch.
-        lr: the net's; give it 1.0.
-        **settings: those of `KFAC`.
+    Settings of `KFAC` go by skorch's names, such as `optimizer__inverse="ekfac"`. The net's `lr`, 0.01 in
+    skorch, should be 1.0. The loss is the net's criterion, unless `optimizer__loss` is given: a likelihood
+    such as `kronfac.Categorical()`, for a criterion that KFAC does not know.
     """
-    return KFAC.for_parameters(params, lr=lr, **settings)
+
+    module_: Any
+    criterion_: Any
+
+    def initialize_optimizer(self, triggered_directly: Any = None) -> Any:
+        """Make the `KFAC`; called by skorch."""
+        net: Any = self
+        (params,), settings = net.get_params_for_optimizer(
+            "optimizer", net.get_all_learnable_params()
+        )
+        loss = settings.pop("loss", self.criterion_)
+        self.optimizer_ = KFAC(self.module_, loss, params=params, **settings)
+        return self

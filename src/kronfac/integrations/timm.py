@@ -1,36 +1,29 @@
-"""timm: `timm.optim.create_optimizer_v2(model, opt="kfac", loss=nn.CrossEntropyLoss())`."""
+"""K-FAC for timm's models: `create_optimizer(model, loss, weight_decay=1e-4)`.
+
+timm's own `create_optimizer_v2` gives an optimizer the parameters alone, and K-FAC needs the model.
+"""
 
 import importlib
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from kronfac.groups import Params
-from kronfac.optimizer import KFAC
-
-NAME = "kfac"
-"""What timm knows it by."""
+from kronfac.kfac import KFAC
 
 
-def kfac(
-    params: Params, loss: nn.Module | None = None, *, lr: float | Tensor = 1.0, **settings: Any
+def create_optimizer(
+    model: nn.Module, loss: nn.Module, *, weight_decay: float = 0.0, **settings: Any
 ) -> KFAC:
-    """`KFAC.for_parameters`, with the learning rate 1 if timm was given none."""
-    return KFAC.for_parameters(params, loss, lr=lr, **settings)
+    """`KFAC` with timm's two groups: biases, norms and what the model names have no weight decay.
 
-
-def register() -> None:
-    """Add `"kfac"` to timm's registry of optimizers; timm's groups without weight decay apply to it too."""
+    Args:
+        model: any model, such as `timm.create_model(…)`.
+        loss: the loss module that the loop calls.
+        weight_decay: η of the other parameters.
+        **settings: those of `KFAC`.
+    """
     optim: Any = importlib.import_module("timm.optim")
-    if NAME in optim.list_optimizers():
-        return
-    # The one that create_optimizer_v2 looks at; timm does not export it by a public name.
-    optim._optim_factory.default_registry.register(
-        optim.OptimInfo(
-            name=NAME,
-            opt_class=kfac,
-            description="K-FAC of Martens and Grosse (2015)",
-            has_eps=False,
-            second_order=True,
-        )
-    )
+    undecayed: Any = getattr(model, "no_weight_decay", tuple)
+    groups = optim.param_groups_weight_decay(model, weight_decay, no_weight_decay_list=undecayed())
+    groups = [group for group in groups if group["params"]]
+    return KFAC(model, loss, params=groups, weight_decay=weight_decay, **settings)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from kronfac.optimizer import KFAC
+from kronfac.kfac import KFAC
 
 _UNDECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """Names of parameters that have no weight decay in the Trainer."""

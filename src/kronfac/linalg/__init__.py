@@ -14,7 +14,7 @@ from kronfac.linalg.kronecker_difference import (
     smith,
 )
 from kronfac.linalg.kronecker_sum import KroneckerSumInverse, invert_sum
-from kronfac.linalg.parallel import each, in_background
+from kronfac.linalg.parallel import each, in_background, take
 from kronfac.linalg.spd import (
     Failure,
     add_to_diagonal,
@@ -29,7 +29,6 @@ from kronfac.linalg.spd import (
     shifted_inverses,
     symmetrize,
 )
-from kronfac.linalg.take import take
 
 __all__ = [
     "EigenKroneckerSum",

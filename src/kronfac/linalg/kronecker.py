@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kronfac.ranges import NotNegative
 from kronfac.storage import Shapes, Storable
 
 
@@ -85,7 +84,7 @@ class EigenKroneckerSum(Storable):
     s_C: Tensor  # (in,)
     E_D: Tensor  # (out, out)
     s_D: Tensor  # (out,)
-    xi: NotNegative
+    xi: float
 
     def shapes(self, rows: int, columns: int) -> Shapes:
         """Eigenbases and eigenvalues."""

@@ -1,20 +1,21 @@
 """What the loss says: predictive distributions R_{y|z} over terms, with weights and a scale [MG15 §2.1]."""
 
-from kronfac.objective.base import Likelihood, likelihood_loss
-from kronfac.objective.bernoulli import Bernoulli
-from kronfac.objective.categorical import Categorical
-from kronfac.objective.elementwise import ElementwiseLikelihood
 from kronfac.objective.gauss_newton import GaussNewton
-from kronfac.objective.gaussian import Gaussian
-from kronfac.objective.heteroscedastic import HeteroscedasticGaussian
-from kronfac.objective.huber import Huber
-from kronfac.objective.joined import JOINED
-from kronfac.objective.least_squares import least_squares
-from kronfac.objective.losses import READERS
-from kronfac.objective.objective import Objective, UnknownLoss, is_loss, objective_of
-from kronfac.objective.observe import LISTENERS, observe
-from kronfac.objective.poisson import Poisson
-from kronfac.objective.probability import BernoulliProbability
+from kronfac.objective.likelihoods import (
+    Bernoulli,
+    BernoulliProbability,
+    Categorical,
+    ElementwiseLikelihood,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Huber,
+    Likelihood,
+    Poisson,
+    likelihood_loss,
+)
+from kronfac.objective.losses import JOINED, READERS
+from kronfac.objective.objective import Objective, is_loss, objective_of
+from kronfac.objective.observe import LISTENERS, least_squares, observe
 from kronfac.objective.terms import Terms
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
     "Objective",
     "Poisson",
     "Terms",
-    "UnknownLoss",
     "is_loss",
     "least_squares",
     "likelihood_loss",

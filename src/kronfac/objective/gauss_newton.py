@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kronfac.errors import TargetError, UnsupportedLossError
-from kronfac.objective.base import Likelihood, unit_columns
-from kronfac.objective.elementwise import refuse_draw, signs
+from kronfac.objective.likelihoods import Likelihood, refuse_draw, signs, unit_columns
 from kronfac.warn import warn
 
 TOLERANCE = 64
@@ -78,13 +77,6 @@ class GaussNewton(Likelihood):
                 f"GaussNewton needs a loss that is a scalar; got the shape {tuple(loss.shape)}."
             )
         return loss if self.summed else loss * len(outputs)
-
-    def noise(
-        self, draws: int, outputs: torch.Size, like: Tensor, generator: torch.Generator
-    ) -> Tensor:
-        return torch.rand(
-            (draws, *outputs), dtype=like.dtype, device=like.device, generator=generator
-        )
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         refuse_draw(self)

@@ -6,34 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from kronfac.errors import ClosureError, UnsupportedLossError, UnsupportedModelError
-from kronfac.objective.base import Likelihood, likelihood_loss
-from kronfac.objective.bernoulli import Bernoulli
-from kronfac.objective.categorical import Categorical
-from kronfac.objective.gaussian import Gaussian
-from kronfac.objective.heteroscedastic import HeteroscedasticGaussian
-from kronfac.objective.huber import Huber
-from kronfac.objective.joined import JOINED
-from kronfac.objective.losses import READERS, smooth_l1
-from kronfac.objective.poisson import Poisson
-from kronfac.objective.probability import BernoulliProbability
+from kronfac.objective.likelihoods import Categorical, Likelihood, likelihood_loss
+from kronfac.objective.losses import JOINED, LOSSES, READERS
 from kronfac.objective.terms import Terms
-
-
-class UnknownLoss(nn.Module):
-    """In the place of a loss that `KFAC` was not told, and that has to be seen where it is called."""
-
-    def forward(self, *given: Any) -> Tensor:
-        """Raise an error: this is not to be called.
-
-        Raises:
-            UnsupportedLossError: always.
-        """
-        raise UnsupportedLossError(
-            "KFAC was not told the loss. Give it: KFAC.for_parameters(params, loss, lr=…)."
-        )
 
 
 @dataclass(frozen=True)
@@ -88,8 +65,6 @@ class Objective:
             TargetError: the targets do not fit.
             UnsupportedLossError: the loss is not known.
         """
-        if isinstance(self.module, UnknownLoss):
-            self.module()
         first = (self.module,) if self.function is likelihood_loss else ()
         return READERS[self.function](*first, outputs, targets, **self.options)
 
@@ -109,12 +84,6 @@ class Objective:
         Raises:
             ClosureError: the loss has no curvature that its shape alone tells.
         """
-        if isinstance(self.module, UnknownLoss):
-            raise ClosureError(
-                "KFAC.for_parameters was not told the loss, and has not seen one called: it sees losses of "
-                "torch.nn.functional in a closure and in the model's forward. Give it the loss module that "
-                "you call, or a likelihood: for_parameters(params, kronfac.Categorical(), lr=…)."
-            )
         if self.of_pairs:
             raise ClosureError(
                 f"The closure did not call {type(self.module).__name__} where KFAC sees it, and the "
@@ -129,57 +98,9 @@ class Objective:
         return terms.scaled(1 / count)
 
 
-@dataclass(frozen=True)
-class _Form:
-    """How a loss module of torch calls its function."""
-
-    function: Callable[..., Tensor]
-    likelihood: Callable[[Any], Likelihood]
-    options: tuple[str, ...] = ()
-    """The module's attributes that are arguments of the function."""
-    over_outputs: bool = True
-
-
-_FORMS: dict[type[nn.Module], _Form] = {
-    nn.MSELoss: _Form(functional.mse_loss, lambda loss: Gaussian(variance=0.5)),
-    nn.HuberLoss: _Form(functional.huber_loss, lambda loss: Huber(loss.delta), ("delta",)),
-    nn.SmoothL1Loss: _Form(functional.smooth_l1_loss, lambda loss: smooth_l1(loss.beta), ("beta",)),
-    nn.BCEWithLogitsLoss: _Form(
-        functional.binary_cross_entropy_with_logits,
-        lambda loss: Bernoulli(),
-        ("weight", "pos_weight"),
-    ),
-    nn.BCELoss: _Form(
-        functional.binary_cross_entropy, lambda loss: BernoulliProbability(), ("weight",)
-    ),
-    nn.PoissonNLLLoss: _Form(
-        functional.poisson_nll_loss,
-        lambda loss: Poisson(loss.log_input, loss.eps),
-        ("log_input", "full", "eps"),
-    ),
-    nn.GaussianNLLLoss: _Form(
-        functional.gaussian_nll_loss,
-        lambda loss: HeteroscedasticGaussian(loss.eps),
-        ("full", "eps"),
-    ),
-    nn.CrossEntropyLoss: _Form(
-        functional.cross_entropy,
-        lambda loss: Categorical(loss.label_smoothing),
-        ("weight", "ignore_index", "label_smoothing"),
-        over_outputs=False,
-    ),
-    nn.NLLLoss: _Form(
-        functional.nll_loss,
-        lambda loss: Categorical(),
-        ("weight", "ignore_index"),
-        over_outputs=False,
-    ),
-}
-
-
 def is_loss(module: nn.Module) -> bool:
     """Whether a module is a loss that is known, and no model."""
-    return isinstance(module, Likelihood) or type(module) in _FORMS
+    return isinstance(module, Likelihood) or type(module) in LOSSES
 
 
 def objective_of(loss: nn.Module) -> Objective:
@@ -188,27 +109,25 @@ def objective_of(loss: nn.Module) -> Objective:
     Raises:
         UnsupportedLossError: the module is not one that KFAC knows, or is no scalar.
     """
-    if isinstance(loss, UnknownLoss):
-        return Objective(loss, Gaussian(), likelihood_loss)
     if isinstance(loss, Likelihood):
         return Objective(loss, loss, likelihood_loss, mean=not loss.summed)
     # Exact types: a subclass may compute anything in its forward.
-    form = _FORMS.get(type(loss))
+    form = LOSSES.get(type(loss))
     name = type(loss).__name__
     if not isinstance(loss, nn.Module):
         name = f"the {name} {getattr(loss, '__name__', loss)}"
-    if isinstance(loss, type) and (loss in _FORMS or issubclass(loss, Likelihood)):
+    if isinstance(loss, type) and (loss in LOSSES or issubclass(loss, Likelihood)):
         raise UnsupportedLossError(
             f"KFAC needs a loss module, not its class; got {name}. Make one: {loss.__name__}()."
         )
-    modules = [kind.__name__ for kind, form in _FORMS.items() if form.function is loss]
+    modules = [kind.__name__ for kind, known in LOSSES.items() if known.function is loss]
     if modules:
         raise UnsupportedLossError(
             f"KFAC needs a loss module; got {name}. Give it nn.{modules[0]}(), and call that in the loop; "
             "a closure may also call the function."
         )
     if form is None:
-        known = ", ".join(module.__name__ for module in _FORMS)
+        known = ", ".join(module.__name__ for module in LOSSES)
         raise UnsupportedLossError(
             "KFAC needs a loss that is the negative log-likelihood of a predictive distribution; "
             f"{name} is not one it knows. Use {known}, or a likelihood such as kronfac.Gaussian, "

@@ -1,15 +1,17 @@
-"""`kronfac.observe`: say what a tensor predicts, for losses that K-FAC does not know."""
+"""Losses written by hand: `kronfac.observe` declares predictions, `kronfac.least_squares` has residuals."""
 
 import weakref
+from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from kronfac.errors import TargetError
-from kronfac.objective.base import Likelihood
 from kronfac.objective.gauss_newton import GaussNewton
-from kronfac.objective.losses import READERS
+from kronfac.objective.likelihoods import Likelihood, Residual
+from kronfac.objective.losses import READERS, elementwise, is_mean
 from kronfac.objective.terms import Terms
 
 
@@ -59,7 +61,7 @@ def observe(
     return z
 
 
-def _read(
+def _read_observed(
     z: Tensor,
     likelihood: Likelihood,
     *,
@@ -87,4 +89,65 @@ def _read(
     return Terms(likelihood, z.shape, scale, weight, targets, summed=scale == 1)
 
 
-READERS[observe] = _read
+READERS[observe] = _read_observed
+
+
+def least_squares(
+    residual: Tensor, weight: float | Tensor = 1.0, *, reduction: str = "mean"
+) -> Tensor:
+    """The mean, or the sum, of w r² over all elements of a residual, as a loss that K-FAC sees.
+
+    For closures with several residuals, each with a weight of its own; their sum is the objective and its
+    Gauss–Newton matrix 2 Σ w JᵀJ is the curvature. There are no targets: a residual has them in it.
+
+    Example:
+        >>> loss = least_squares(u(inside), 0.1) + least_squares(model(boundary) - g)
+
+    Args:
+        residual: r, (terms, …), computed from the model's outputs.
+        weight: w, at least 0: a number, or a tensor (terms,) or of the residual's shape.
+        reduction: "mean" over all elements, or "sum".
+    """
+    if has_torch_function_unary(residual):
+        result: Tensor = handle_torch_function(
+            least_squares, (residual,), residual, weight, reduction=reduction
+        )
+        return result
+    if reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"kronfac.least_squares is a 'mean' or a 'sum'; got the reduction {reduction!r}."
+        )
+    mean = reduction == "mean"
+    squares = residual.square() * _expanded(residual, weight)
+    return squares.mean() if mean else squares.sum()
+
+
+def _expanded(residual: Tensor, weight: float | Tensor) -> float | Tensor:
+    """The weights as they are multiplied with the residuals."""
+    if not isinstance(weight, Tensor):
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"kronfac.least_squares needs a weight of at least 0; got {weight}.")
+        return weight
+    if weight.dim() == 0 or weight.shape == residual.shape:
+        return weight
+    if weight.shape != residual.shape[:1]:
+        raise TargetError(
+            f"kronfac.least_squares needs one weight, or ({len(residual)},) for the terms, or as many as "
+            f"residuals, {tuple(residual.shape)}; got {tuple(weight.shape)}."
+        )
+    return weight.reshape(-1, *(1 for _ in residual.shape[1:]))
+
+
+def _read_residual(
+    residual: Tensor, weight: float | Tensor = 1.0, *, reduction: str = "mean"
+) -> Terms:
+    mean = is_mean("least_squares", reduction)
+    zeros = torch.zeros_like(residual)
+    weights = _expanded(residual, weight)
+    if isinstance(weights, Tensor):
+        return elementwise(Residual(variance=0.5), residual, zeros, mean, weights)
+    terms = elementwise(Residual(variance=0.5), residual, zeros, mean)
+    return replace(terms, scale=terms.scale * weights)
+
+
+READERS[least_squares] = _read_residual

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kronfac.errors import ClosureError
 from kronfac.linalg import take
-from kronfac.objective.base import Likelihood
+from kronfac.objective.likelihoods import Likelihood
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from kronfac.network import Buffers, Matrices, Network, Site, find_units, record_uses
+from kronfac.model import Buffers, Matrices, Network, Site, find_units, record_uses
 from kronfac.objective import Gaussian, objective_of
 
 

@@ -1,14 +1,5 @@
-"""What surrounds the optimizer in the experiments of [MG15 §13], useful for any training loop."""
+"""Mini-batches for a training loop."""
 
 from kronfac.training.adaptive_batch import AdaptiveBatchSampler
-from kronfac.training.averaging import averaged
-from kronfac.training.batch_schedule import ExponentialBatchSize, ScheduledBatchSampler
-from kronfac.training.initialization import sparse_
 
-__all__ = [
-    "AdaptiveBatchSampler",
-    "ExponentialBatchSize",
-    "ScheduledBatchSampler",
-    "averaged",
-    "sparse_",
-]
+__all__ = ["AdaptiveBatchSampler"]

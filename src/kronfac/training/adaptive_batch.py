@@ -24,14 +24,15 @@ falling for as many mini-batches as are remembered.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.data import Sampler
 
 from kronfac.errors import StateError
 from kronfac.report import StepReport
-from kronfac.training.batch_schedule import ScheduledBatchSampler
 
 PASS, PASSES = 8, 4
 """Mini-batches in a pass over the data, and passes that momentum remembers, from which on ρ is no guide."""
@@ -46,7 +47,7 @@ class Reporting(Protocol):
         ...
 
 
-class AdaptiveBatchSampler(ScheduledBatchSampler):
+class AdaptiveBatchSampler(Sampler[list[int]]):
     """Endless mini-batches of a size that grows with the noise.
 
     Every example comes once before any comes again, in an order that is new each time: over such a pass the
@@ -90,6 +91,8 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         leap: float = 1.5,
         seed: int = 0,
     ) -> None:
+        if cases < 1:
+            raise ValueError(f"AdaptiveBatchSampler needs at least one case; got cases={cases}.")
         if not -1 <= threshold < 1:
             raise ValueError(f"AdaptiveBatchSampler's threshold lies in [-1, 1); got {threshold}.")
         for name, factor in (("growth", growth), ("leap", leap)):
@@ -108,7 +111,7 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         if not hasattr(optimizer, "report"):
             raise TypeError(
                 "AdaptiveBatchSampler goes by what a KFAC reports of its steps; got a "
-                f"{type(optimizer).__name__}. ScheduledBatchSampler works with any optimizer."
+                f"{type(optimizer).__name__}. Use a fixed batch size with other optimizers."
             )
         self._optimizer = optimizer
         self._final = min(cases, final or cases)
@@ -120,11 +123,14 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
         self._losses: list[float] = []  # since m last made a leap, as many as are looked at
         self._left = torch.empty(0, dtype=torch.int64)  # of the current pass over the data
         self._last: StepReport | None = None  # that was looked at
-        super().__init__(cases, self._next_size, seed)
+        self.cases = cases
+        self.iteration = 0
+        self._generator = torch.Generator().manual_seed(seed)
 
     def next_indices(self) -> Tensor:
         """The indices of the next mini-batch, (m_k,), int64."""
-        size = self._size(self.iteration + 1)
+        self._look()
+        size = round(self.size)
         self.iteration += 1
         indices, self._left = self._left[:size], self._left[size:]
         if len(indices) < size:
@@ -136,9 +142,9 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
             indices, self._left = torch.cat([indices, order[:missing]]), order[missing:]
         return indices
 
-    def _next_size(self, k: int) -> int:
-        self._look()
-        return round(self.size)
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield self.next_indices().tolist()
 
     def _look(self) -> None:
         """At the report of the last step, once."""
@@ -184,21 +190,30 @@ class AdaptiveBatchSampler(ScheduledBatchSampler):
     def state_dict(self) -> dict[str, Any]:
         """Numbers and two tensors, for `torch.save` and `torch.load(weights_only=True)`."""
         self._look()  # an optimizer that is loaded has no report
-        own = {
+        return {
+            "cases": self.cases,
+            "iteration": self.iteration,
+            "generator": self._generator.get_state(),
             "size": self.size,
             "average": self._average,
             "left": self._left,
             "losses": list(self._losses),
         }
-        return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the sampler that gave `state` was."""
-        if missing := {"size", "average", "left", "losses"} - state.keys():
+        if missing := self.state_dict().keys() - state.keys():
             raise StateError(
                 f"This is not the state of an AdaptiveBatchSampler: no {sorted(missing)}."
             )
-        super().load_state_dict(state)
+        if state["cases"] != self.cases:
+            raise StateError(
+                f"AdaptiveBatchSampler was saved with {state['cases']} cases and is loaded into one of "
+                f"{self.cases}. Make it for the data set of the saved run."
+            )
+        self.iteration = state["iteration"]
+        # A map_location may have moved it; a CPU generator takes its state from CPU only.
+        self._generator.set_state(state["generator"].cpu())
         self.size, self._average = state["size"], state["average"]
         self._left = state["left"].cpu()
         self._losses = [float(loss) for loss in state["losses"]]

@@ -7,9 +7,9 @@ log of their program. With `--log` its columns m and new_lambda are compared row
 import csv
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
@@ -19,12 +19,10 @@ from rich.console import Console
 from torch import nn
 
 from kronfac import KFAC, presets
-from kronfac_experiments.bench.trials import Advance, run_trials
 from kronfac_experiments.config import KfacOptions, TrainConfig, hint, resolved
 from kronfac_experiments.optimizers import CHUNK, KfacStepper, TrainingFailedError
 from kronfac_experiments.options import BenchOptions, at_least, command_line
-from kronfac_experiments.pages.document import Document, Table, described, spread
-from kronfac_experiments.pages.publish import publish
+from kronfac_experiments.pages.document import Document, Table, described, publish, spread
 from kronfac_experiments.session import Session
 from kronfac_experiments.task import Task, load_task
 
@@ -55,6 +53,8 @@ class AuthorsRunConfig(BenchOptions):
     """Approximate inverse Fisher."""
     iterations: int = 200
     """Iterations of each run."""
+    rows: Path = Path("runs/authors_run.jsonl")
+    """JSON lines, one for each iteration; runs that are there are not repeated."""
     log: Annotated[Path | None, hint("FILE.csv", "none")] = None
     """The authors' log, with columns iter, m and new_lambda, to compare with."""
 
@@ -83,47 +83,46 @@ def authors_run_command(config: AuthorsRunConfig) -> list[Path]:
     """Run what has not run; show and write all of it."""
     console = Console(highlight=False, soft_wrap=True)
     torch.set_num_threads(config.threads)
-    path = config.folder("authors-run") / "authors_run.json"
-    settings = {name: getattr(config, name) for name in ("inverse", "iterations", "threads")}
-    load = cache(_load)  # not if everything is there already
-    jobs = {
-        name: partial(_run, config, name, seed, fraction, load)
-        for fraction in config.fractions
-        for seed in range(config.seed, config.seed + config.seeds)
-        for name in [f"seed {seed}, τ₂ = {fraction:g}"]
-    }
-    trials = run_trials(path, settings, AuthorsTrial, jobs, console)
-    written = publish(_document(config, trials), path, config.output, console)
-    if config.output is not None:
-        numbers = config.output.with_suffix(".jsonl")
-        lines = [
-            {"seed": trial.seed, "fraction": trial.fraction} | row
-            for trial in trials
-            for row in trial.rows
-        ]
-        numbers.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        written.append(numbers)
-    return written
+    trials = []
+    for fraction in config.fractions:
+        for seed in range(config.seed, config.seed + config.seeds):
+            name = f"seed {seed}, τ₂ = {fraction:g}"
+            rows = _kept(config.rows, seed, fraction)[: config.iterations]
+            if len(rows) < config.iterations:
+                console.print(name)
+                rows = _run(config, name, seed, fraction)
+                _keep(config.rows, seed, fraction, rows)
+            trials.append(AuthorsTrial(name, seed, fraction, rows))
+    return [config.rows, *publish(_document(config, trials), config.output, console)]
 
 
+def _kept(path: Path, seed: int, fraction: float) -> list[Row]:
+    """The iterations of a run in the file."""
+    if not path.is_file():
+        return []
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [row for row in lines if (row.pop("seed"), row.pop("fraction")) == (seed, fraction)]
+
+
+def _keep(path: Path, seed: int, fraction: float, rows: Sequence[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as stream:
+        for row in rows:
+            stream.write(json.dumps({"seed": seed, "fraction": fraction} | row) + "\n")
+
+
+@cache
 def _load() -> Task:
     return load_task(TrainConfig("mnist")).to(torch.device("cpu"), torch.float32)
 
 
-def _run(
-    config: AuthorsRunConfig,
-    name: str,
-    seed: int,
-    fraction: float,
-    load: Callable[[], Task],
-    advance: Advance,
-) -> AuthorsTrial:
-    task = load()
+def _run(config: AuthorsRunConfig, name: str, seed: int, fraction: float) -> list[Row]:
+    task = _load()
     options = KfacOptions(inverse=config.inverse, preset="paper", fisher_fraction=fraction)
     train = TrainConfig("mnist", kfac=options, seed=seed, average=0, threads=config.threads)
     train = resolved(train, cases=len(task.train), weight_decay=task.weight_decay)
     session = Session(train, task, _with_the_presets_targets)
-    rows = []
+    rows: list[Row] = []
     for k in range(1, config.iterations + 1):
         found = session.step()
         if "events" in found:
@@ -134,8 +133,7 @@ def _run(
         if k in AUTHORS_ERROR:
             row["train_error"] = task.error(session.model, task.train)
         rows.append(row)
-        advance(1 / config.iterations)
-    return AuthorsTrial(name, seed, fraction, rows)
+    return rows
 
 
 def _with_the_presets_targets(
@@ -151,7 +149,7 @@ def _with_the_presets_targets(
 def _document(config: AuthorsRunConfig, trials: Sequence[AuthorsTrial]) -> Document:
     return Document(
         title="Beside the authors' own run",
-        command=command_line("bench authors-run", config, leave_out=("run_dir", "log"))
+        command=command_line("bench authors-run", config, leave_out=("rows", "log"))
         + ("" if config.log is None else " --log FILE"),
         settings=described(
             config.threads,

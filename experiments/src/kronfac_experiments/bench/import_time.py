@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -17,10 +16,8 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 import kronfac
-from kronfac_experiments.bench.trials import Advance, run_trials
 from kronfac_experiments.options import BenchOptions, at_least, command_line
-from kronfac_experiments.pages.document import Document, Table, described
-from kronfac_experiments.pages.publish import publish
+from kronfac_experiments.pages.document import Document, Table, described, publish
 
 PROGRAM = """
 import time
@@ -51,7 +48,6 @@ class ImportConfig(BenchOptions):
 class ImportTrial:
     """CPU seconds, a round of processes each."""
 
-    name: str
     torch: list[float]
     """A process that imports torch alone."""
     both: list[float]
@@ -68,16 +64,14 @@ class ImportTrial:
 
 
 def import_command(config: ImportConfig) -> list[Path]:
-    """Measure if it has not been measured; show and write it."""
+    """Measure, show and write."""
     console = Console(highlight=False, soft_wrap=True)
-    path = config.folder("import") / "import.json"
-    job = partial(_measure, config, "import kronfac")
-    trials = run_trials(path, config.settings(), ImportTrial, {"import kronfac": job}, console)
-    return publish(_document(config, trials), path, config.output, console)
+    return publish(_document(config, measure(config)), config.output, console)
 
 
-def _measure(config: ImportConfig, name: str, advance: Advance) -> ImportTrial:
-    trial = ImportTrial(name, [], [], [], [])
+def measure(config: ImportConfig) -> ImportTrial:
+    """Run the processes."""
+    trial = ImportTrial([], [], [], [])
     with TemporaryDirectory() as folder:
         environment = {
             **os.environ,
@@ -95,7 +89,6 @@ def _measure(config: ImportConfig, name: str, advance: Advance) -> ImportTrial:
             trial.both.append(both)
             trial.statement.append(statement)
             trial.uncollected.append(uncollected)
-            advance(1 / config.repeats)
     return trial
 
 
@@ -107,10 +100,9 @@ def _run(statement: str, environment: dict[str, str], before: str = "pass") -> t
     return part, whole
 
 
-def _document(config: ImportConfig, trials: list[ImportTrial]) -> Document:
+def _document(config: ImportConfig, trial: ImportTrial) -> Document:
     rows = [
         (label, f"{median(values):.3f}", f"{min(values):.3f} – {max(values):.3f}")
-        for trial in trials
         for label, values in (
             ("a process that imports torch", trial.torch),
             ("what kronfac adds to it", trial.added),
@@ -132,5 +124,4 @@ def _document(config: ImportConfig, trials: list[ImportTrial]) -> Document:
             "CPU time",
         ),
         tables=(Table("Seconds", ("", "median", "smallest – largest"), rows, note),),
-        plots=(),
     )

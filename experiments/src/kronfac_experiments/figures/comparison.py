@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from kronfac.diagnostics import BlockMatrix, compare
+from kronfac_experiments.diagnostics import BlockMatrix, compare
 from kronfac_experiments.figures.files import Number
 from kronfac_experiments.figures.panels import draw_row, new_figure
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kronfac.diagnostics import ApproximationError, cumulants, exact_fisher, white_level
+from kronfac_experiments.diagnostics import ApproximationError, cumulants, exact_fisher, white_level
 from kronfac_experiments.figures.config import FigureConfig
 from kronfac_experiments.figures.files import Number, show, write
 from kronfac_experiments.figures.network import MIDDLE, example

@@ -5,7 +5,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from kronfac.diagnostics import BlockMatrix, white_level
+from kronfac_experiments.diagnostics import BlockMatrix, white_level
 from kronfac_experiments.figures.config import FigureConfig
 from kronfac_experiments.figures.files import Number, show, write
 from kronfac_experiments.figures.network import LABELS, example

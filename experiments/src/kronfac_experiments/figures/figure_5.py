@@ -7,8 +7,8 @@ table has the distances without damping beside them.
 
 from pathlib import Path
 
-from kronfac.diagnostics import white_level
 from kronfac.errors import NotPositiveDefiniteError
+from kronfac_experiments.diagnostics import white_level
 from kronfac_experiments.figures.comparison import Pair, draw, numbers_of
 from kronfac_experiments.figures.config import FigureConfig
 from kronfac_experiments.figures.files import show, write

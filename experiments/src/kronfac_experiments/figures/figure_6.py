@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kronfac.diagnostics import white_level
+from kronfac_experiments.diagnostics import white_level
 from kronfac_experiments.figures.comparison import Pair, draw, numbers_of
 from kronfac_experiments.figures.config import FigureConfig
 from kronfac_experiments.figures.files import Number, show, write

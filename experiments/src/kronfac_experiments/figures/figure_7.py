@@ -23,13 +23,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 import kronfac
-from kronfac.diagnostics import Improvement, damping_sweep
 from kronfac_experiments import checkpoint, problems
 from kronfac_experiments.atomic_files import write_atomically
+from kronfac_experiments.diagnostics import Improvement, damping_sweep
 from kronfac_experiments.figures.config import FigureConfig
 from kronfac_experiments.figures.files import Number, show, write
 from kronfac_experiments.optimizers import CHUNK, KfacStepper
 from kronfac_experiments.pages.drawn import BLACK, BLUE, GREEN, VERMILION
+from kronfac_experiments.training import ExponentialBatchSize, ScheduledBatchSampler
 
 SAVE_EVERY = 20
 
@@ -107,8 +108,8 @@ class _Run:
         first = min(config.cases or setting.batch, len(data))
         size: int | Callable[[int], int] = first
         if setting.grows:
-            size = kronfac.ExponentialBatchSize(first, len(data), setting.iterations)
-        self.sampler = kronfac.ScheduledBatchSampler(len(data), size, seed=config.seed)
+            size = ExponentialBatchSize(first, len(data), setting.iterations)
+        self.sampler = ScheduledBatchSampler(len(data), size, seed=config.seed)
         self.model = problems.build_model(problem, config.seed)
         loss = kronfac.Bernoulli() if problem.loss == "bernoulli" else kronfac.Gaussian()
         self.optimizer = kronfac.KFAC(
@@ -118,8 +119,8 @@ class _Run:
             weight_decay=problem.weight_decay,
             **kronfac.presets.paper()
             | {
-                "fisher": kronfac.SampledFisher(seed=config.seed),
-                "damping": kronfac.LevenbergMarquardt(lambda_=setting.lambda_),
+                "fisher": kronfac.extend.SampledFisher(seed=config.seed),
+                "damping": kronfac.LevenbergMarquardtRule(lambda_=setting.lambda_),
             },
         )
         self.stepper = KfacStepper(self.optimizer)

@@ -83,7 +83,7 @@ class Setting:
 
 
 # λ₀ = 1: with the paper's 150 the error is near that of the mean image until iteration 50 and more
-# (docs/results/authors_run.md). Iterations so that the runs of a method take about equally long, by
+# (docs/results/paper_figures.md). Iterations so that the runs of a method take about equally long, by
 # docs/results/step_cost.md.
 QUICK = Setting(
     lambda0=1.0,

@@ -17,7 +17,7 @@ from kronfac_experiments.suite import Member
 
 TUNED = {"curves": (0.03, 0.99), "mnist": (0.01, 0.99), "faces": (0.001, 0.99)}
 """The baseline's learning rate and μ_max for each problem, with mini-batches of 250 on CURVES and of 500
-elsewhere: the best of `kronfac tune` (docs/results/tuning.md)."""
+elsewhere: the best of a grid of seven."""
 
 EVALUATE_EVERY = 10
 """Iterations of K-FAC between evaluations."""

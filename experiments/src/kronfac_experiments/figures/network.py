@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 import kronfac
-from kronfac.diagnostics import KroneckerFisher, kronecker_fisher
 from kronfac_experiments import problems
 from kronfac_experiments.batch_classifier import batch_mode
 from kronfac_experiments.data.mnist import mnist_16x16
+from kronfac_experiments.diagnostics import KroneckerFisher, kronecker_fisher
 from kronfac_experiments.figures.config import FigureConfig
 
 ITERATIONS = 7

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from kronfac.diagnostics import BlockMatrix, draw_absolute
+from kronfac_experiments.diagnostics import BlockMatrix, draw_absolute
 from kronfac_experiments.figures.network import LABELS
 
 INVERSE_QUANTILE = 0.92

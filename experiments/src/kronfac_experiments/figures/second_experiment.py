@@ -63,7 +63,7 @@ class Setting:
 
 QUICK_LAMBDA = 1.0
 """λ₀. With the paper's 150 MNIST is near the error of the mean image until iteration 50 and more
-(docs/results/authors_run.md), which is a good part of what the quick setting has time for."""
+(docs/results/paper_figures.md), which is a good part of what the quick setting has time for."""
 QUICK_SECONDS = 30.0
 QUICK = tuple(
     Setting(

@@ -1,4 +1,4 @@
-"""Tables and plots as values, shown in the terminal, written as Markdown or as a page."""
+"""Tables as values, shown in the terminal and written as Markdown."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,41 +35,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A curve of a plot; `dashed` for what was computed, not measured."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-    dashed: bool = False
-
-
-@dataclass(frozen=True)
-class LogLogPlot:
-    """Curves on two logarithmic axes; points that are not positive are left out."""
-
-    heading: str
-    x_label: str
-    y_label: str
-    lines: Sequence[Line]
-
-
-@dataclass(frozen=True)
-class BarPlot:
-    """A bar for each name, stacked from parts.
-
-    Args:
-        heading: What is in it.
-        unit: Unit of the lengths.
-        bars: Name, and length by part.
-    """
-
-    heading: str
-    unit: str
-    bars: Sequence[tuple[str, dict[str, float]]]
-
-
-@dataclass(frozen=True)
 class Picture:
     """Drawn elsewhere; a PNG file, and what it shows in words."""
 
@@ -87,15 +52,13 @@ class Document:
         command: What made it.
         settings: What the numbers depend on, in one paragraph.
         tables: In their order.
-        plots: For the page.
-        picture: For the page, and beside the Markdown.
+        picture: A file beside the Markdown.
     """
 
     title: str
     command: str
     settings: str
     tables: Sequence[Table]
-    plots: Sequence[LogLogPlot | BarPlot] = ()
     picture: Picture | None = None
 
     def show(self, console: Console) -> None:
@@ -142,6 +105,12 @@ class Document:
             return [path]
         picture.write_bytes(self.picture.png)
         return [path, picture]
+
+
+def publish(document: Document, output: Path | None, console: Console) -> list[Path]:
+    """Show the tables and, if wanted, write the Markdown; return the files that were written."""
+    document.show(console)
+    return [] if output is None else document.write_markdown(output)
 
 
 def _written(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The one kind of HTML page: a heading, sections, the command that made it; with or without a script."""
+"""An HTML page: a heading, sections, the command that made it; no script, no network."""
 
 from dataclasses import dataclass
 from html import escape
@@ -15,19 +15,6 @@ class PageError(KronfacError, ValueError):
 
 
 @dataclass(frozen=True)
-class Scripts:
-    """What draws plots in the browser.
-
-    Args:
-        html: Script elements, at the end of the page.
-        versions: Text: of what.
-    """
-
-    html: str
-    versions: str
-
-
-@dataclass(frozen=True)
 class Page:
     """What a page consists of; HTML if nothing else is said.
 
@@ -36,16 +23,12 @@ class Page:
         sections: Anchor, heading and content of each.
         command: Text: what to type for the same page.
         verdict: The outcome in a sentence.
-        style: CSS besides that of all pages.
-        scripts: What draws its plots, if a script does.
     """
 
     title: str
     sections: list[tuple[str, str, str]]
     command: str
     verdict: str = ""
-    style: str = ""
-    scripts: Scripts | None = None
 
     @property
     def html(self) -> str:
@@ -54,21 +37,15 @@ class Page:
             f'<section id="{anchor}">\n<h2>{heading}</h2>\n{content}\n</section>'
             for anchor, heading, content in self.sections
         ]
-        if self.scripts is not None:
-            words = "The plots need JavaScript; tables and pictures do not."
-            sections.insert(1, f'<noscript><p class="note">{words}</p></noscript>')
         return Template(packaged("page.html")).substitute(
             title=escape(self.title),
-            css=packaged("page.css") + self.style,
-            policy=" blob:; script-src 'unsafe-inline'" if self.scripts else "",
+            css=packaged("page.css"),
             verdict=f'<p class="verdict">{self.verdict}</p>' if self.verdict else "",
             links="\n".join(
                 f'<a href="#{anchor}">{heading}</a>' for anchor, heading, _ in self.sections
             ),
             sections="\n".join(sections),
             command=escape(self.command),
-            versions=f"<p>{escape(self.scripts.versions)}</p>" if self.scripts else "",
-            scripts=self.scripts.html if self.scripts else "",
         )
 
     def write(self, output: Path) -> Path:

@@ -1,5 +1,6 @@
 """The page about one or more runs, put together and written."""
 
+import base64
 import shlex
 import sys
 from dataclasses import dataclass
@@ -9,19 +10,24 @@ from typing import Annotated
 
 import tyro
 
-from kronfac_experiments.pages.interactive import interactive
 from kronfac_experiments.pages.page import Page
-from kronfac_experiments.pages.styles import run_styles
-from kronfac_experiments.report import sections
+from kronfac_experiments.report import figures
 from kronfac_experiments.report.runs import Run, read_runs, run_folders
-from kronfac_experiments.report.series import plot_data
-from kronfac_experiments.report.tables import best_first, summary_table, verdict
+from kronfac_experiments.report.tables import (
+    best_first,
+    configuration_table,
+    parts_table,
+    summary_table,
+    verdict,
+)
 
 DEFAULT_OUTPUT = Path("report.html")
 HOW_TO_READ = """Best first. Errors are those of the last evaluation. <em>Averaged</em> is the training
 error of the averaged parameters, <em>better of both</em> the smaller of the current and the averaged one.
 <em>Cases</em> counts every training case as often as it was used; <em>seconds</em> are those of the
 optimizer, without evaluation."""
+Section = tuple[str, str, str]
+"""Anchor, heading and HTML."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class ReportConfig:
 
     @property
     def command(self) -> str:
-        """What to type for the same page."""
+        """The command for the same page."""
         words = ["kronfac", "report", *map(str, self.runs)]
         if self.output != DEFAULT_OUTPUT:
             words += ["--output", str(self.output)]
@@ -56,27 +62,66 @@ def write_report(config: ReportConfig) -> Path:
 
 def page_of(runs: list[Run], command: str) -> Page:
     """The page about the runs."""
-    data = plot_data(runs)
-    parts = (
-        sections.error_section(data),
-        sections.trace_section(data),
-        sections.time_section(runs),
-        sections.picture_section(runs),
-        sections.configuration_section(runs),
-    )
-    swatches = {
-        run.name: style.swatch for run, style in zip(runs, run_styles(len(runs)), strict=True)
-    }
+    colours = {run.name: figures.line_of(index)[0] for index, run in enumerate(runs)}
     ordered = best_first(runs)
     note = f'<p class="note">{HOW_TO_READ}</p>'
-    summary = f"{summary_table(ordered, swatches)}\n{note}\n{_notes(runs)}"
+    summary = f"{summary_table(ordered, colours)}\n{note}\n{_notes(runs)}"
+    parts = (_errors(runs), _traces(runs), _time(runs), _pictures(runs), _configuration(runs))
     return Page(
         title=_title(runs),
         verdict=verdict(ordered),
-        sections=[("summary", "Summary", summary), *(part for part in parts if part is not None)],
+        sections=[("summary", "Summary", summary), *filter(None, parts)],
         command=command,
-        scripts=interactive(data),
     )
+
+
+def _errors(runs: list[Run]) -> Section:
+    drawn = figures.errors(runs)
+    if drawn is None:
+        return "errors", "Error", '<p class="note">No error has been evaluated yet.</p>'
+    note = (
+        '<p class="note">The error of autoencoders is the squared reconstruction error a case, summed '
+        "over pixels; that of classifiers is the percentage of wrong answers. The thick line of a colour "
+        "is the training error, the pale one the test error, the thin one that of averaged parameters.</p>"
+    )
+    label = "Error curves of the runs; the last values are in the summary table."
+    return "errors", "Error", _image(drawn, label) + note
+
+
+def _traces(runs: list[Run]) -> Section | None:
+    drawn = figures.traces(runs)
+    if drawn is None:
+        return None
+    label = "Damping, coefficients, reduction ratio and loss of the runs by iteration"
+    return "steps", "Step by step", _image(drawn, label)
+
+
+def _time(runs: list[Run]) -> Section | None:
+    timed = [run for run in runs if run.parts]
+    return ("time", "Time by part", parts_table(timed)) if timed else None
+
+
+def _pictures(runs: list[Run]) -> Section | None:
+    drawn = {run.name: image for run in runs if (image := figures.gallery(run)) is not None}
+    if not drawn:
+        return None
+    note = '<p class="note">Test cases on top, below them what the network made of them.</p>'
+    galleries = "".join(
+        f"<h3>{escape(name)}</h3>{_image(image, f'Reconstructions by {name}')}"
+        for name, image in drawn.items()
+    )
+    return "pictures", "Reconstructions", note + galleries
+
+
+def _configuration(runs: list[Run]) -> Section | None:
+    if not any(run.config for run in runs):
+        return None
+    return "configuration", "Configuration", configuration_table(runs)
+
+
+def _image(content: bytes, label: str) -> str:
+    data = base64.b64encode(content).decode("ascii")
+    return f'<img alt="{escape(label)}" src="data:image/png;base64,{data}">'
 
 
 def _title(runs: list[Run]) -> str:

@@ -72,8 +72,8 @@ def verdict(runs: list[Run]) -> str:
     return " ".join(dict.fromkeys(sentences))
 
 
-def summary_table(runs: list[Run], swatches: dict[str, str]) -> str:
-    """A row a run, in the order given; `swatches` is the HTML of each run's line and marker."""
+def summary_table(runs: list[Run], colours: dict[str, str]) -> str:
+    """A row a run, in the order given; `colours` are those of the runs' lines."""
     head = "".join(f'<th scope="col">{heading}</th>' for heading in SUMMARY_HEADINGS)
     body = []
     for run in runs:
@@ -86,8 +86,9 @@ def summary_table(runs: list[Run], swatches: dict[str, str]) -> str:
             number(run.last("seconds")),
         ]
         body.append(
-            f'<tr><th scope="row"><div class="run">{swatches[run.name]}<span class="run-name">'
-            f"{escape(run.name)}<small>{below}</small></span></div></th>"
+            f'<tr><th scope="row"><div class="run-name"><span class="swatch" '
+            f'style="background: {colours[run.name]}"></span>'
+            f"{escape(run.name)}<small>{below}</small></div></th>"
             + "".join(f"<td>{cell}</td>" for cell in cells)
             + "</tr>"
         )

@@ -1,0 +1,371 @@
+"""Is `p.grad` the gradient of what was recorded?
+
+On the first mini-batch and every 100 iterations, the gradient is compared with two that K-FAC computes from
+the record: the gradient of the loss calls by autograd, and Σ g āᵀ, rebuilt from the recorded uses of the
+parameters. If the first differs by a factor, the recorded losses get the factor; if it differs in
+direction, part of the loss was not recorded. If only the second differs, some uses of a parameter were not
+recorded, and its unit gets a diagonal block.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kronfac.curvature import SummedGradient, Taps
+from kronfac.groups import PerParameter
+from kronfac.linearize import Traced
+from kronfac.model import dot, hooked
+from kronfac.record import Pass
+from kronfac.step.evaluation import Evaluation, in_full_precision
+from kronfac.step.state import CheckState
+
+INTERVAL = 100
+"""Iterations from one comparison to the next."""
+SAME_SCALE = 1e-4
+"""Relative difference up to which two factors are the same; those of clipped steps are not that close."""
+TOLERANCE, MIXED_TOLERANCE = 10.0, 0.2
+"""Relative difference of two gradients that agree: in roots of the dtype's precision (5e-3 in float32, 2e-7
+in float64); as it is if the closure ran in half precision."""
+ROUNDING = 64
+"""Additional difference, in the dtype's precision times Σ ‖g‖ ‖ā‖: near a minimum little is left of it."""
+NOT_ZEROED_WARNING = (
+    "loss.backward() has added to the gradients that the last KFAC.step() went by: this step goes by "
+    "the sum, but its curvature is that of the last mini-batch alone. Call optimizer.zero_grad() before "
+    "each backward(), or once before several micro-batches."
+)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The result of a check."""
+
+    evaluation: Evaluation
+    """As the step may take it: diagonal blocks where uses are missing, losses scaled like the gradient."""
+    warnings: dict[str, str] = field(default_factory=dict)
+    """Messages by kind; each kind is to be shown once."""
+
+
+def check(
+    evaluation: Evaluation,
+    state: CheckState,
+    iteration: int,
+    *,
+    unscaled: bool = False,
+    measured: bool = False,
+    left_out: Collection[int] = (),
+) -> tuple[Findings, CheckState]:
+    """Check an evaluation, and return what to remember for the next check.
+
+    Args:
+        evaluation: what was recorded, and the gradient.
+        state: what earlier checks found.
+        iteration: of the step that is being made.
+        unscaled: whether a GradScaler has unscaled the gradient: then every gradient is compared.
+        measured: whether this step's reduction ratio will be measured, which needs the factor of clipping.
+        left_out: ids of trainable parameters that are in no parameter group.
+    """
+    if any(call.trace for part in evaluation.batch.passes for call in part.calls):
+        return Findings(evaluation), state  # the gradient is K-FAC's own
+    warnings = _untrained(evaluation, left_out)
+    if evaluation.recorded_loss is None:
+        return Findings(evaluation, warnings), state
+    if state.follows_returned:
+        evaluation = _scaled_to_returned(evaluation)
+    due = iteration == 1 or not iteration % INTERVAL or not state.compared
+    if not (due or unscaled or state.undecided or (state.clips and measured)):
+        return Findings(_scaled(evaluation, state.scale), warnings), state
+    found = _compare(evaluation, unscaled)
+    if found is None or unscaled:
+        return Findings(_scaled(evaluation, found.scale if found else 1.0), warnings), state
+    state = replace(state, compared=True, scale=1.0)
+    where = _where(evaluation)
+    if found.others:
+        closure = (
+            "Give step() a closure, in which every loss is seen, or declare"
+            if where == "loop"
+            else "Declare"
+        )
+        warnings["others"] = (
+            f"The gradient of {_list(found.others)} is not that of the losses that KFAC sees the {where} "
+            "call: a penalty or another loss is in it, or derivatives by torch.autograd.grad, which "
+            f"KFAC can't repeat. The curvature is that of the losses seen. {closure} the rest with "
+            "kronfac.observe. Weight decay is KFAC(weight_decay=…). Derivatives of the outputs are seen "
+            "if kronfac.physics.WithDerivatives takes them."
+        )
+        return Findings(evaluation, warnings), state
+    if found.unseen:
+        names = _list(found.unseen)
+        warnings[f"uses {names}"] = (
+            f"KFAC does not see all uses of {names}: the gradient rebuilt from those it sees is not the "
+            f"{where}'s. It gets a diagonal curvature block. Call the module instead of using its "
+            "weight, or tell kronfac.register how the parameters are used."
+        )
+        network = evaluation.network
+        units = [n for n, u in enumerate(network.units) if set(u.names) & set(found.unseen)]
+        evaluation = replace(evaluation, network=network.demoted(units))
+    evaluation, state = _with_factor(evaluation, found.scale, state, warnings)
+    return Findings(evaluation, warnings), state
+
+
+def _untrained(evaluation: Evaluation, left_out: Collection[int]) -> dict[str, str]:
+    """Warnings of parameters without a gradient, and of a loss that was not recorded."""
+    network, warnings = evaluation.network, dict[str, str]()
+    known = {id(p) for p in network.parameters} | set(left_out)
+    new = [n for n, p in network.model.named_parameters() if p.requires_grad and id(p) not in known]
+    if new:
+        warnings["parameters"] = (
+            f"{_list(new)} became trainable after this KFAC was made, which does not train them; call "
+            "add_param_group with them."
+        )
+    idle = evaluation.names_without_gradient()
+    if len(evaluation.without_gradient) == len(network.units):
+        return warnings  # which will be an error
+    if idle:
+        warnings["gradients"] = (
+            f"The {_where(evaluation)} left no gradient in {_list(idle)}, which counts as one of zero: "
+            "layers that are left out of some mini-batches are no mistake. What the loss never depends "
+            "on is better frozen, with requires_grad_(False) before KFAC is made."
+        )
+    if evaluation.batch.outside:
+        shapes = ", ".join(str(tuple(shape)) for shape in evaluation.batch.outside)
+        warnings["outside"] = (
+            f"The loss depends on tensors outside the model that require a gradient, of shapes {shapes}: "
+            "KFAC trains the model's parameters and not these. Register them as nn.Parameter of the model, "
+            "or give them to an optimizer of their own."
+        )
+    if evaluation.batch.assumed:
+        given = type(network.objective.module).__name__
+        warnings["assumed loss"] = (
+            "KFAC.step() has not seen a loss in the closure, only calls of the model: the curvature is "
+            f"that of the {given} that KFAC was given, at the model's outputs, which may be far from the "
+            "loss's own, and losses are compared by calling the closure again. A loss by hand, such as "
+            "(r**2).mean(), is not seen: call kronfac.least_squares(r), nn.MSELoss() or another loss of "
+            "torch.nn, or a kronfac.GaussNewton(loss) for what is convex in the outputs; or declare "
+            "what the outputs predict with kronfac.observe. Derivatives by torch.autograd.grad can't be "
+            "repeated: take them with kronfac.physics.WithDerivatives."
+        )
+    return warnings
+
+
+def _with_factor(
+    evaluation: Evaluation, scale: float, state: CheckState, warnings: dict[str, str]
+) -> tuple[Evaluation, CheckState]:
+    """The evaluation for a gradient that is `scale` times that of the recorded losses.
+
+    The same factor in two comparisons belongs to the loss. Two different ones come from clipping: the
+    curvature stays that of the loss.
+    """
+    returned, seen = float(evaluation.returned_loss), float(_recorded_loss(evaluation))
+    if not math.isfinite(returned):
+        return evaluation, state  # the step is refused
+    ratio = returned / seen if seen else 1.0
+    if scale != 1 and abs(ratio / scale - 1) < MIXED_TOLERANCE:
+        # A GradScaler in the closure: backward() is called on a scaled loss, and the gradient is unscaled.
+        return _scaled_to_returned(evaluation), replace(state, follows_returned=True)
+    _, before = state.scales
+    if before is not None and math.isclose(scale, before, rel_tol=SAME_SCALE):
+        scale = before  # to the bit, so that a resumed run goes on as the first one would
+    state = replace(state, scales=(before, scale))
+    if before not in (None, scale):
+        return replace(evaluation, clipped=scale), state
+    if scale != 1:
+        if before is not None:
+            warnings["scale"] = (
+                f"The {_where(evaluation)}'s gradient is {scale:.4g} times that of the losses it called, "
+                "in every step; KFAC takes the gradient for right. Scale the loss before backward(), "
+                "not the gradient after it."
+            )
+        state, evaluation = replace(state, scale=scale), _scaled(evaluation, scale)
+    returned, seen = float(evaluation.returned_loss), float(_recorded_loss(evaluation))
+    told = scale == 1 or before is not None
+    if told and not _losses_agree(evaluation, returned, seen):
+        warnings["returned"] = (
+            f"The closure returned a loss of {returned:.4g}, but its gradient is that of {seen:.4g}, "
+            f"{seen / returned:.4g} times as much. KFAC takes the gradient for right. Return what "
+            "backward() is called on, summed over all micro-batches."
+        )
+    return evaluation, state
+
+
+def _scaled(evaluation: Evaluation, factor: float) -> Evaluation:
+    """The evaluation with its losses scaled; what a closure returned stays."""
+    if factor == 1:
+        return evaluation
+    evaluation = evaluation.scaled(factor)
+    seen = evaluation.recorded_loss
+    if evaluation.reevaluate is not None or seen is None:
+        return evaluation
+    return replace(evaluation, loss=seen, returned_loss=seen)
+
+
+def _scaled_to_returned(evaluation: Evaluation) -> Evaluation:
+    """The evaluation with its losses scaled to the one that was returned."""
+    seen = float(_recorded_loss(evaluation))
+    if not seen or evaluation.loss_seen:
+        return evaluation
+    evaluation = evaluation.scaled(float(evaluation.returned_loss) / seen)
+    return in_full_precision(evaluation) if evaluation.batch.mixed else evaluation
+
+
+def _recorded_loss(evaluation: Evaluation) -> Tensor:
+    seen = evaluation.recorded_loss
+    assert seen is not None
+    return seen
+
+
+def _losses_agree(evaluation: Evaluation, returned: float, seen: float) -> bool:
+    """Whether two losses are one; half precision has few digits of it."""
+    close = evaluation.batch.mixed and abs(returned - seen) <= MIXED_TOLERANCE * abs(seen)
+    return close or evaluation.agrees(returned, seen)
+
+
+def _where(evaluation: Evaluation) -> str:
+    return "loop" if evaluation.reevaluate is None else "closure"
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+# ------------------------------------------------------------------------------------------ comparison
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    scale: float = 1.0
+    """The factor by which the gradient is larger than that of the recorded losses."""
+    others: tuple[str, ...] = ()
+    """Parameters whose gradient differs in direction."""
+    unseen: tuple[str, ...] = ()
+    """Parameters with uses that were not recorded."""
+
+
+@dataclass
+class _Recorded:
+    """The gradient of one unit, from the record."""
+
+    gradient: Tensor
+    """Of the loss calls, by autograd."""
+    rebuilt: Tensor | None = None
+    """Σ g āᵀ over its uses; None if they are not known."""
+    size: float = 0.0
+    """Σ ‖g‖ ‖ā‖."""
+
+
+def _compare(evaluation: Evaluation, unscaled: bool) -> _Comparison | None:
+    """Compare the gradient, without weight decay, with those of the record.
+
+    Units with hooks on parameters are left out: hooks change gradients on purpose. None if nothing can be
+    compared: all units have hooks, or numbers are not finite.
+    """
+    network, mixed = evaluation.network, evaluation.batch.mixed
+    free = [n for n, unit in enumerate(network.units) if not hooked(unit.parameters)]
+    losses = float(evaluation.returned_loss), float(evaluation.loss)
+    if not free or (mixed and not _losses_agree(evaluation, *losses)):
+        return None
+    own = replace(evaluation, weight_decay=PerParameter(0.0)).gradient()
+    recorded, half = _gradients_of(evaluation)
+    units, own = [network.units[n] for n in free], tuple(own[n] for n in free)
+    recorded = [recorded[n] for n in free]
+    seen = tuple(part.gradient for part in recorded)
+    product, square = float(dot(seen, own)), float(dot(seen, seen))
+    if not all(map(math.isfinite, (product, square, *(r.size for r in recorded)))) or not square:
+        return None
+    precision = torch.finfo(network.dtype).eps
+    tolerance, rounding = TOLERANCE * precision**0.5, ROUNDING * precision
+    scale = product / square
+    # The closure's gradient may be in half precision; what K-FAC computes itself is not.
+    allowed, noise = (MIXED_TOLERANCE, MIXED_TOLERANCE) if mixed else (tolerance, rounding)
+    noise *= sum(part.size for part in recorded)
+    rest = tuple(g - scale * s for g, s in zip(own, seen, strict=True))
+
+    def differing(
+        pairs: Sequence[tuple[Tensor, Tensor]], tolerance: float, per_size: float
+    ) -> tuple[str, ...]:
+        return tuple(
+            name
+            for unit, (V, W), part in zip(units, pairs, recorded, strict=True)
+            for name, v, w in zip(unit.names, unit.split(V), unit.split(W), strict=True)
+            if not _norm(v - w) <= tolerance * _norm(v) + per_size * part.size
+        )
+
+    if not float(dot(rest, rest)) ** 0.5 <= allowed * float(dot(own, own)) ** 0.5 + noise:
+        per_size = MIXED_TOLERANCE if mixed else rounding
+        others = differing(list(zip(own, seen, strict=True)), allowed, per_size)
+        return _Comparison(others=others)
+    rebuilt = [(r.gradient, r.gradient if r.rebuilt is None else r.rebuilt) for r in recorded]
+    unseen = differing(rebuilt, MIXED_TOLERANCE if half else tolerance, rounding)
+    if mixed and unscaled:
+        scale = scale if scale > 0 else 1.0
+    elif mixed:  # too few digits to tell other factors from 1 and the ratio of the losses
+        ratio = losses[0] / float(_recorded_loss(evaluation) or 1)
+        far = 0 < ratio < math.inf and abs(ratio - 1) > MIXED_TOLERANCE
+        nearer = scale <= 0 or abs(math.log(scale / ratio)) < abs(math.log(scale)) if far else False
+        scale = ratio if nearer else 1.0
+    elif abs(scale - 1) <= allowed + noise / square**0.5:
+        scale = 1.0
+    return _Comparison(scale, unseen=unseen)
+
+
+def _gradients_of(evaluation: Evaluation) -> tuple[list[_Recorded], bool]:
+    """The gradients of all units by the record, over all ranks, and whether uses are in half precision."""
+    network, half = evaluation.network, False
+    zeros = [torch.zeros(u.shape, dtype=u.dtype, device=network.device) for u in network.units]
+    recorded = [_Recorded(V) for V in zeros]
+    for number, part in enumerate(evaluation.batch.passes):
+        view = Traced(network, part)
+        slopes = _slopes(view, part)
+        gradients, half_here = view.vjp(slopes), view.half_precision
+        half = half or half_here
+        for unit, V, taps in zip(recorded, gradients, view.taps(slopes), strict=True):
+            unit.gradient.add_(V)
+            rebuilt, size = _rebuilt(taps, V)
+            first = number == 0 or rebuilt is None or unit.rebuilt is None
+            unit.rebuilt = rebuilt if first else unit.rebuilt + rebuilt  # type: ignore[operator]
+            unit.size += size
+    matrices = [V for unit in recorded for V in (unit.gradient, unit.rebuilt) if V is not None]
+    numbers = [*(unit.size for unit in recorded), float(half)]
+    *sizes, half_somewhere = evaluation.world.sum(matrices, "comparison", numbers=numbers)
+    for unit, size in zip(recorded, sizes, strict=True):
+        unit.size = size
+    return recorded, bool(half_somewhere)
+
+
+def missing_uses(
+    view: Traced, vectors: Sequence[Tensor], taps: Sequence[Taps], precision: float
+) -> list[int]:
+    """The numbers of the units whose Jᵀ r is not the one rebuilt from their taps."""
+    units = []
+    for n, (V, own) in enumerate(zip(view.vjp(vectors), taps, strict=True)):
+        rebuilt, size = _rebuilt(own, V)
+        allowed = TOLERANCE * precision**0.5 * _norm(V) + ROUNDING * precision * size
+        if rebuilt is not None and _norm(V - rebuilt) > allowed:
+            units.append(n)
+    return units
+
+
+def _norm(V: Tensor) -> float:
+    return float(V.double().norm())
+
+
+def _rebuilt(taps: Taps, like: Tensor) -> tuple[Tensor | None, float]:
+    """Σ g āᵀ of a unit, None if its uses are not known, and Σ ‖g‖ ‖ā‖."""
+    if isinstance(taps, SummedGradient):
+        return None, 0.0
+    total = sum((tap.total() for tap in taps), torch.zeros_like(like))
+    return total, sum(tap.magnitude() for tap in taps)
+
+
+def _slopes(view: Traced, part: Pass) -> list[Tensor]:
+    """∂h/∂z of every loss call, (terms, event)."""
+    slopes = []
+    for loss, z in zip(part.losses, view.raw_outputs(), strict=True):
+        leaf = z.detach().requires_grad_()
+        with torch.enable_grad():
+            value = loss.evaluate(leaf)
+        (slope,) = torch.autograd.grad(value, leaf)
+        slopes.append(loss.terms.matrix(slope))
+    return slopes

@@ -1,0 +1,415 @@
+"""KFAC, the optimizer, as torch.optim sees it; `step/` computes its steps."""
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.control import (
+    Acceptance,
+    AdaptiveDamping,
+    AdaptiveGamma,
+    AnyDampingRule,
+    AnyGammaRule,
+    LongMemory,
+    QuadraticModel,
+    StepRule,
+)
+from kronfac.curvature import ApproximateInverse, Fisher
+from kronfac.distributed import averages_gradients, inner_model, refuse_distributed
+from kronfac.groups import (
+    Params,
+    PerParameter,
+    RateWarning,
+    check_group,
+    groups_of,
+    parameters_in,
+)
+from kronfac.model import Blocks, Buffers, Network, find_units, remove_hooks
+from kronfac.model.changes import ParameterVersions
+from kronfac.objective import is_loss, objective_of
+from kronfac.record import MiniBatchClosure, Recorder
+from kronfac.record.closure import refuse_call
+from kronfac.report import EventWarnings, StepReport, log_events
+from kronfac.settings import Settings, fisher_of, inverse_of, refuse_unknown
+from kronfac.step.state import State, initial_state, load, save
+from kronfac.step.state_groups import MOMENTUM, extended_momentum, saved_groups
+from kronfac.step.take import take_step
+
+ACCEPTANCE = Acceptance()
+"""KFAC's own rule for rejecting steps."""
+ACCEPT_ALL = Acceptance(rejection=None, suspicion=None)
+
+
+class KFAC(torch.optim.Optimizer):
+    """The paper's whole algorithm: no learning rate to find, no momentum to choose.
+
+    With g = ∇h(θ) on the mini-batch and F⁰ the Kronecker-factored Fisher, damped by γ:
+
+        Δ = −F⁰⁻¹ g,   (α, μ) = argmin M(αΔ + μδ₀),   θ ← θ + αΔ + μδ₀
+
+    where M is the quadratic model with the exact Fisher, damped by λ, and δ₀ the previous update. While
+    mini-batches disagree, the step is shorter, and δ₀ is what many steps have in common (`long_memory.py`).
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> loss_fn = nn.MSELoss()
+        >>> optimizer = KFAC(model, loss_fn)
+        >>> x = torch.randn(64, 2)
+        >>> y = x.prod(dim=1, keepdim=True)
+        >>> for _ in range(20):
+        ...     loss = optimizer.step(optimizer.closure(x, y))
+
+    Args:
+        model: called by the closure.
+        loss: the module that the loop or the closure calls: `MSELoss`, `BCEWithLogitsLoss`,
+            `CrossEntropyLoss`, `kronfac.Gaussian`, `kronfac.Bernoulli` or `kronfac.Categorical`. Always
+            needed.
+        params: what is trained: parameters of the model, or groups of them, such as
+            `[{"params": weights, "weight_decay": 1e-2}, {"params": rest}]`, each with its own `lr` and
+            `weight_decay` if it wants. Others stay as they are. None for all that are not frozen.
+        lr: factor of each step, for schedules; α and μ are found for a factor of 1.
+        inverse: `"block_diagonal"`, `"block_tridiagonal"`, `"ekfac"`, or an `ApproximateInverse`, class
+            or instance.
+        weight_decay: η in h(θ) + η/2 ‖θ‖², biases included unless `params` has groups. The closure leaves
+            it out.
+        fisher: `"sampled"`, `"empirical"`, `"exact"`, or an instance of `SampledFisher` and so on,
+            for the seed, the number of samples and the moving average's decay.
+        damping: λ: `AdaptiveDamping()`, which finds its own start, the paper's `LevenbergMarquardtRule(…)`
+            or `FixedDamping(lambda_)`.
+        gamma: γ: `AdaptiveGamma()`, the paper's `GammaSearch(…)` or `FixedGamma(gamma)`.
+        step_rule: (α, μ): `QuadraticModel(momentum)`, `RawStep(alpha)`, or `ConjugateGradients(cg_steps)`
+            for a longer minimisation of M, as Hessian-free optimisation does.
+        acceptance: when a step is validated out of turn and when it is rejected; None accepts every step.
+        statistics_fraction: τ₁, the share of the mini-batch that the statistics are taken on; None for
+            1/8, or 250 examples if that is more. `First(1 / 8)` takes the first examples, as the authors'
+            program does, and makes `fisher_fraction` do so too.
+        fisher_fraction: τ₂, the share that the exact-Fisher products are taken on; None for 1/4, or 250
+            examples if that is more.
+        inverse_interval: T₃, iterations from one refresh of the inverse to the next; None for a quarter
+            of the iterations so far, up to 20.
+        inverse_lag: iterations from the start of a refresh to its use; if it is not 0 the inverse is
+            computed in the background, beside the steps in between. Not in the first iterations.
+        clip: a trust region: the step is scaled so that δᵀFδ ≤ clip²; None for none.
+        blocks: which curvature block a layer gets, by its kind and size, and whether layers that KFAC does
+            not know are refused; None for `Blocks()`.
+
+    Reference: Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate
+    Curvature, 2015. `docs/deviations.md` lists the differences.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module | None = None,
+        *,
+        params: Params | None = None,
+        lr: float | Tensor = 1.0,
+        inverse: str | ApproximateInverse | type[ApproximateInverse] = "block_diagonal",
+        weight_decay: float = 0.0,
+        fisher: str | Fisher | type[Fisher] = "sampled",
+        damping: AnyDampingRule | None = None,
+        gamma: AnyGammaRule | None = None,
+        step_rule: StepRule | None = None,
+        acceptance: Acceptance | None = ACCEPTANCE,
+        statistics_fraction: float | None = None,
+        fisher_fraction: float | None = None,
+        inverse_interval: int | None = None,
+        inverse_lag: int = 0,
+        clip: float | None = None,
+        blocks: Blocks | None = None,
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown(unknown)
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "KFAC needs the model itself, whose layers it looks at, not its parameters: "
+                f"KFAC(model, loss); got a {type(model).__name__}."
+            )
+        if is_loss(model):
+            raise TypeError(
+                f"KFAC takes the model, then the loss: KFAC(model, loss); got a {type(model).__name__}, "
+                f"which is a loss, as the model, and a {type(loss).__name__} as the loss."
+            )
+        if loss is None:
+            raise TypeError(
+                "KFAC needs the loss too, which says what the model's outputs predict; got none. Give it "
+                "the module that the loop calls, as in KFAC(model, nn.CrossEntropyLoss()), or a likelihood "
+                "such as kronfac.Categorical() if the model or a function computes the loss."
+            )
+        refuse_distributed(model)
+        check_group({"lr": lr, "weight_decay": weight_decay})
+        self.settings = Settings(
+            inverse=inverse_of(inverse),
+            fisher=fisher_of(fisher),
+            damping=AdaptiveDamping() if damping is None else damping,
+            gamma=AdaptiveGamma() if gamma is None else gamma,
+            step_rule=QuadraticModel(bounded=True, memory=LongMemory())
+            if step_rule is None
+            else step_rule,
+            acceptance=ACCEPT_ALL if acceptance is None else acceptance,
+            statistics_fraction=statistics_fraction,
+            fisher_fraction=fisher_fraction,
+            inverse_interval=inverse_interval,
+            inverse_lag=inverse_lag,
+            clip=clip,
+        )
+        self.model = model
+        self.objective = objective_of(loss)
+        if blocks is not None and not isinstance(blocks, Blocks):
+            raise TypeError(
+                f"KFAC's blocks is a kronfac.Blocks, such as Blocks(dense_limit=512); got {blocks!r}."
+            )
+        self._blocks = Blocks() if blocks is None else blocks
+        groups = None if params is None else groups_of(params, self._own_model)
+        chosen = None if groups is None else parameters_in(groups)
+        self.network = self._network(chosen)
+        super().__init__(
+            groups or self.network.parameters, {"lr": lr, "weight_decay": weight_decay}
+        )
+        self._listen()
+        self._wrapped = True if averages_gradients(model) else None
+        self._state = self._initial_state()
+        self._warn_of_rate = RateWarning()
+        self._warn_of_rate(self.param_groups)
+        self._warn_of_events = EventWarnings()
+        self._versions = ParameterVersions()
+        self._left_out, self._warned = self._trainable_elsewhere(), set[str]()
+        self.report: StepReport | None = None
+        """What the last step did; None before the first."""
+
+    _step_supports_amp_scaling = True
+    """So that `GradScaler.step` says by what it has scaled the loss."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step.
+
+        Without a closure it goes by the gradients in the parameters, and by the calls of the model and the
+        loss that they are of: `loss.backward(); optimizer.step()`. If the last step turns out to have made
+        things worse, it is rolled back, and this gradient is not used.
+
+        With a closure, that computes loss and gradients on the mini-batch, as for L-BFGS, and is called
+        again after a rollback; `step` returns what it returned. If it adds to the gradients of
+        micro-batches before it, as with Lightning, it is the end of a loop without a closure.
+
+        From a loss or a gradient that is not finite no step is taken: parameters and state stay as they
+        were, and `report.refused` says so. With a learning rate of 0 in all groups nothing moves, and
+        statistics are updated. Then, as when torch's distributed checkpoints want a new optimizer to have
+        its state, there need not be anything to take a step from: nothing is done.
+        """
+        refuse_call(closure)
+        for number, group in enumerate(self.param_groups):
+            check_group(group, number)
+        self._warn_of_rate(self.param_groups)
+        moves = any(float(group["lr"]) for group in self.param_groups)
+        if closure is None and not moves and not self._recorder.forwards:
+            self._show_momentum(anyway=True)
+            return None
+        before = self.report
+        try:
+            result = take_step(self, closure, self._versions.changed(self.network))
+        finally:
+            self._versions.note(self.network)
+        if self.report is not None and self.report is not before:
+            self._warn_of_events(self.report)
+            log_events(self.report)
+        return result
+
+    def closure(
+        self, x: Tensor | tuple[Tensor, ...], y: Tensor, *, chunk: int | None = None
+    ) -> MiniBatchClosure:
+        """The closure for one mini-batch, gone through in micro-batches of `chunk` examples.
+
+        Beyond rounding the step does not depend on `chunk`; memory does.
+        """
+        return MiniBatchClosure(self.model, self.objective, x, y, chunk)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, and what was recorded of the passes that they came from."""
+        if set_to_none:
+            # As torch's own does, without its administration, which takes as long as a small layer.
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad = None
+        else:
+            super().zero_grad(set_to_none)
+        self._recorder.forget()
+
+    def close(self) -> None:
+        """Remove K-FAC's hooks from the model and the loss; steps need a closure from then on."""
+        remove_hooks(self._recorder.handles)
+        self._recorder.forget()
+
+    @property
+    def _own_model(self) -> nn.Module:
+        """The model for K-FAC's own passes: what `torch.compile` or DistributedDataParallel wrapped."""
+        return inner_model(self.model)
+
+    # --------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, for `torch.save`.
+
+        `"state"` has the momentum buffer of each parameter and `"param_groups"` the options of the groups,
+        as for any optimizer of torch's; `"kfac"` has the rest, in a form of K-FAC's own.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        saved = self._saved_state()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = post_hook(self, saved)
+            saved = saved if replaced is None else replaced
+        return saved
+
+    def _saved_state(self) -> dict[str, Any]:
+        """The state as no hook has seen it."""
+        return {
+            **saved_groups(self.param_groups, self.state),
+            "kfac": save(self._state, self.network, self.settings),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved state, bit for bit; a state that does not fit changes nothing.
+
+        A state without `"kfac"`, from torch's distributed checkpoints, has the momentum buffers and the
+        options of the groups: statistics and λ are then found anew.
+
+        Raises:
+            StateError: it is of another model, kind of inverse or version, or damaged.
+        """
+        if isinstance(state_dict, dict):
+            state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        loaded = load(state_dict, self.param_groups, self.network, self.settings)
+        self.network = loaded.network
+        self._versions.forget()
+        self.state.clear()
+        self._become(loaded.state)
+        for group, options in zip(self.param_groups, loaded.options, strict=True):
+            kept = group["params"]
+            group.clear()
+            group.update(copy.deepcopy(options), params=kept)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _become(self, state: State) -> None:
+        """Replace the state; a refresh under way that the new one does not go on with is given up."""
+        under_way, self._state = self._state.refresh, state
+        self._show_momentum()
+        if under_way is not None and under_way is not state.refresh:
+            under_way.outcomes.give_up()
+
+    def _show_momentum(self, anyway: bool = False) -> None:
+        """Show the momentum buffer in `state`, where torch looks for what belongs to a parameter.
+
+        To be read: K-FAC goes on from its own state. Before the first step there is nothing to show, or
+        `anyway` zeros.
+        """
+        vector, parameters = self._state.step.momentum, self.network.parameters
+        if vector is None and not self.state and not anyway:
+            return
+        zeros = map(torch.zeros_like, parameters)
+        buffers = zeros if vector is None else self.network.split(vector)
+        for p, buffer in zip(parameters, buffers, strict=True):
+            self.state[p][MOMENTUM] = buffer
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy, shallow, deep or pickled, is made from: it goes on as this one would."""
+        settings = {field.name: getattr(self.settings, field.name) for field in fields(Settings)}
+        return {
+            "model": self.model,
+            "loss": self.objective.module,
+            "settings": {
+                **settings,
+                "blocks": self._blocks,
+                **self.defaults,
+            },
+            "groups": [dict(group) for group in self.param_groups],
+            "state_dict": self._saved_state(),
+            "report": self.report,  # which a sampler knows as the one it looked at
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A module that holds its own optimizer is not complete yet when that is copied.
+        if not _complete(state["model"]):
+            self.__dict__["_copied_from"] = state
+            return
+        KFAC.__init__(
+            self, state["model"], state["loss"], params=state["groups"], **state["settings"]
+        )
+        self.load_state_dict(state["state_dict"])
+        self.report = state["report"]
+
+    if not TYPE_CHECKING:  # or every attribute would be thought to exist
+
+        def __getattr__(self, name: str) -> Any:
+            """Finish a copy when it is first used; only what an optimizer does not have leads here."""
+            if "_copied_from" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.")
+            self.__setstate__(self.__dict__.pop("_copied_from"))
+            return getattr(self, name)
+
+    # -------------------------------------------------------------------------------------- groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train further parameters of the model, such as those of a layer that was frozen so far.
+
+        The objective has another shape then: statistics and λ are found anew, from iteration 1 on. The
+        momentum buffer stays, with zeros for the new parameters.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"A parameter group is a dict; got a {type(param_group).__name__}.")
+        given, known = param_group.get("params"), self.network.parameters
+        if isinstance(given, list) and {*parameters_in([param_group])} <= {*known}:
+            # The constructor's: their units have been found.
+            super().add_param_group(param_group)
+            check_group(self.param_groups[-1], len(self.param_groups) - 1)
+            return
+        (group,) = groups_of([param_group], self._own_model)
+        check_group({**self.defaults, **group}, len(self.param_groups))
+        new = [item[1] if isinstance(item, tuple) else item for item in group["params"]]
+        network = self._network([*parameters_in(self.param_groups), *new])
+        super().add_param_group(group)
+        momentum = extended_momentum(self.network, network, self._state.step.momentum)
+        self.network = network
+        self.close()
+        self._listen()
+        fresh = self._initial_state()
+        self._become(replace(fresh, step=replace(fresh.step, momentum=momentum)))
+        self._left_out = self._trainable_elsewhere()
+        self._warn_of_rate(self.param_groups)
+
+    def _listen(self) -> None:
+        """Record what the model and the loss are called with from now on, for steps without a closure."""
+        self._recorder = Recorder(
+            self.model, self.objective, self.network.parameters, self.network.buffers
+        )
+        weakref.finalize(self, remove_hooks, self._recorder.handles)
+
+    def _network(self, trained: Sequence[nn.Parameter] | None) -> Network:
+        """The model with the units of these parameters; None for all that are not frozen."""
+        own = self._own_model
+        found = find_units(own, self._blocks, trained)
+        return Network(own, found.units, found.sites, self.objective, Buffers(own), self._blocks)
+
+    def _initial_state(self) -> State:
+        weight_decay = PerParameter.of_groups(self.param_groups, "weight_decay")
+        return initial_state(self.settings, weight_decay.least, self.network.device)
+
+    def _trainable_elsewhere(self) -> set[int]:
+        """The ids of parameters that could be trained and are in no group."""
+        known = {id(p) for group in self.param_groups for p in group["params"]}
+        return {id(p) for p in self._own_model.parameters() if p.requires_grad} - known
+
+
+def _complete(module: nn.Module) -> bool:
+    """Whether a module has been copied, all that is in it included."""
+    modules = vars(module).get("_modules")
+    return modules is not None and all(_complete(m) for m in modules.values() if m is not None)

@@ -1,0 +1,364 @@
+"""By hand: a multi-layer perceptron, which is linear layers, elementwise functions and nothing else.
+
+Between two layers there are only functions φ of each number by itself there, so that J and Jᵀ are products
+of the weights with the slopes φ′(s):
+
+    forwards    ṡ_i = V_i ā_{i−1} + W_i ȧ_{i−1},   ȧ_i = φ′(s_i) ⊙ ṡ_i
+    backwards   g_i = φ′(s_i) ⊙ (W_{i+1}ᵀ g_{i+1})
+
+That takes no graph and no dual numbers, whose administration is a good part of a small network's step, and
+all passes over the same examples share slopes and activations: the statistics', the Fisher products' and,
+if the closure is K-FAC's own, the gradient's. Nothing of the model is touched.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
+
+from kronfac.curvature import Tap
+from kronfac.linalg import OuterProduct, take
+from kronfac.linearize.base import Linearization
+from kronfac.linearize.elementwise import ELEMENTWISE, Applied, Slope, apply, slopes
+from kronfac.model import Matrices, Network, RandomState, Unit, hooked, replay, without_hooks
+from kronfac.model.precision import mixed
+from kronfac.record import Batch, LossCall, MiniBatchClosure, ModelCall, Pass, Ref
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What some examples met on their way through a perceptron."""
+
+    units: Sequence[Unit]
+    inputs: list[Tensor]
+    """a_{i−1} of every layer, (examples, in)."""
+    slopes: list[Slope | None]
+    """φ′(s_i) behind every layer; None if there is nothing."""
+    outputs: Tensor
+    random: bool = False
+    """Whether dropout has drawn masks, which are in the slopes."""
+
+    def pushforward(self, directions: Sequence[Matrices]) -> Tensor:
+        """J v for every direction, (k, examples, outputs)."""
+        tangents: Tensor | None = None
+        for i, (unit, a, slope) in enumerate(
+            zip(self.units, self.inputs, self.slopes, strict=True)
+        ):
+            own = _tangents(unit, a, [V[i] for V in directions])
+            if tangents is not None:
+                own.flatten(0, 1).addmm_(tangents.flatten(0, 1), _weight(unit).mT)
+            tangents = own if slope is None else slope.times_(own)
+        assert tangents is not None
+        return tangents
+
+    def backwards(self, v: Tensor) -> Iterator[tuple[Unit, Tensor, Tensor]]:
+        """Every layer with its a_{i−1} and g_i, from the last to the first, one at a time in memory."""
+        g = v
+        for i, unit in reversed([*enumerate(self.units)]):
+            slope = self.slopes[i]
+            if slope is not None:
+                # v is not ours to write to.
+                g = slope.times(g) if g is v else slope.times_(g)
+            yield unit, self.inputs[i], g
+            if i > 0:
+                g = g @ _weight(unit)
+
+    def select(self, index: Tensor | slice) -> "Trace":
+        """The trace of some of the examples: views for a slice."""
+        return replace(
+            self,
+            inputs=[take(a, index) for a in self.inputs],
+            slopes=[slope and slope.select(index) for slope in self.slopes],
+            outputs=take(self.outputs, index),
+        )
+
+
+def augmented(unit: Unit, a: Tensor) -> Tensor:
+    """ā, with a column of ones if there is a bias."""
+    return torch.cat([a, a.new_ones(len(a), 1)], dim=1) if len(unit.parameters) > 1 else a
+
+
+def gradients(unit: Unit, a: Tensor, g: Tensor) -> list[Tensor]:
+    """Σ g āᵀ, shaped like the parameters: new tensors."""
+    return [g.mT @ a, g.sum(dim=0)] if len(unit.parameters) > 1 else [g.mT @ a]
+
+
+def _weight(unit: Unit) -> Tensor:
+    return unit.parameters[0].detach()
+
+
+def _tangents(unit: Unit, a: Tensor, directions: Sequence[Tensor]) -> Tensor:
+    """V ā for every direction V, (k, examples, out), a new tensor."""
+    products = a.new_empty(len(directions), len(a), unit.rows)
+    for product, V in zip(products, directions, strict=True):
+        weight, *bias = unit.split(V)
+        if bias:
+            torch.addmm(bias[0], a, weight.mT, out=product)
+        else:
+            torch.mm(a, weight.mT, out=product)
+    return products
+
+
+class ByHand(Linearization):
+    """A perceptron, with one call and one loss."""
+
+    def __init__(self, part: Pass, trace: Trace) -> None:
+        super().__init__(part)
+        self.trace = trace
+        (self._terms,) = part.terms
+
+    @property
+    def outputs(self) -> Sequence[Tensor]:
+        return [self._terms.matrix(self.trace.outputs)]
+
+    @property
+    def summed(self) -> bool:
+        return False
+
+    def taps(self, vectors: Sequence[Tensor | None]) -> list[list[Tap]]:
+        if all(r is None for r in vectors):  # inputs alone are wanted
+            return [
+                [Tap(augmented(unit, a).unsqueeze(1), a.new_zeros(len(a), 1, unit.rows))]
+                for unit, a in zip(self.trace.units, self.trace.inputs, strict=True)
+            ]
+        return [
+            [Tap(augmented(unit, a).unsqueeze(1), g.unsqueeze(1))]
+            for unit, a, g in self.trace.backwards(self._cotangent(vectors))
+        ][::-1]
+
+    def jvp(self, directions: Sequence[Matrices]) -> list[Tensor]:
+        return [self._terms.matrix(self.trace.pushforward(directions))]
+
+    def vjp(self, vectors: Sequence[Tensor | None]) -> Matrices:
+        backwards = self.trace.backwards(self._cotangent(vectors))
+        return tuple(unit.join(gradients(unit, a, g)) for unit, a, g in backwards)[::-1]
+
+    def _cotangent(self, vectors: Sequence[Tensor | None]) -> Tensor:
+        """r shaped like the network's outputs."""
+        (r,) = vectors
+        assert r is not None
+        return r.reshape(self.trace.outputs.shape)
+
+
+def trace_of(network: Network, part: Pass) -> Trace | None:
+    """The examples' way through the network; None if it is no perceptron, or the pass is no plain call."""
+    call = _only_call(part)
+    if call is None:
+        return None
+    return call.trace if isinstance(call.trace, Trace) else trace_call(network, call)
+
+
+def trace_call(network: Network, call: ModelCall) -> Trace | None:
+    """The examples' way through a call of the model; None if it is no perceptron."""
+    way = _way(network, call)
+    if way is None:
+        return None
+    inputs: list[Tensor] = []
+    behind: list[Applied] = []
+    with torch.no_grad(), replay(call.random):
+        a, segments = way.start(), way.segments
+        for unit, functions in zip(network.units, segments, strict=True):
+            inputs.append(a)
+            a, met = apply(functions, functional.linear(a, *unit.parameters))
+            behind.append(met)
+    return Trace(network.units, inputs, slopes(behind), a, way.random)
+
+
+@torch.no_grad()
+def outputs_at(network: Network, part: Pass, delta: Matrices) -> Tensor | None:
+    """The outputs at θ + δ, which nobody else gets to see; None if it is no perceptron."""
+    call = _only_call(part)
+    way = None if call is None else _way(network, call)
+    if way is None:
+        return None
+    with replay(None if call is None else call.random):
+        a = way.start()
+        for unit, functions, V in zip(network.units, way.segments, delta, strict=True):
+            moved = [p + part for p, part in zip(unit.parameters, unit.split(V), strict=True)]
+            a = functional.linear(a, *moved)
+            for function in functions:
+                a = function(a)
+    return a
+
+
+def _only_call(part: Pass) -> ModelCall | None:
+    """The call of a pass that is one, with its outputs going into one loss as they are."""
+    call = part.steps[0]
+    if len(part.steps) != 1 or len(part.losses) != 1 or not isinstance(call, ModelCall):
+        return None
+    if call.path or call.losses or part.losses[0].input != call.outputs[0]:
+        return None
+    return None if part.terms[0].channels and len(part.terms[0].shape) > 2 else call
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What a call of a perceptron goes through."""
+
+    x: Tensor
+    front: list[nn.Module]
+    """The functions in front of the first layer, which are no part of J."""
+    segments: list[list[nn.Module]]
+    """The functions behind every layer."""
+
+    def start(self) -> Tensor:
+        """The first layer's inputs."""
+        a = self.x
+        for function in self.front:
+            a = function(a)
+        return a
+
+    @property
+    def random(self) -> bool:
+        """Whether dropout draws masks on it."""
+        return any(
+            isinstance(function, _DropoutNd) and function.training and function.p > 0
+            for functions in (self.front, *self.segments)
+            for function in functions
+        )
+
+
+def _way(network: Network, call: ModelCall) -> _Way | None:
+    """The way through a perceptron; None if the model is none, or if this is no plain call."""
+    modules = _modules(network.model)
+    if modules is None or len(call.args) != 1 or call.kwargs:
+        return None
+    units, x = network.units, call.args[0]
+    linear = [module for module in modules if not _elementwise(module)]
+    if len(linear) != len(units) or any(
+        [*map(id, unit.parameters)] != [*map(id, _parameters(module))]
+        for unit, module in zip(units, linear, strict=True)
+    ):
+        return None  # a layer that is frozen, used twice or not at all, in another order
+    if not isinstance(x, Tensor) or x.dim() != 2 or x.dtype != network.dtype:
+        return None
+    front, *segments = _segments(modules)
+    return _Way(x.detach(), front, segments)
+
+
+def _parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
+    own = module._parameters
+    return tuple(p for p in (own["weight"], own["bias"]) if p is not None)
+
+
+def _segments(modules: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """The functions in front of the first layer, then those behind each."""
+    segments: list[list[nn.Module]] = [[]]
+    for module in modules:
+        if _elementwise(module):
+            segments[-1].append(module)
+        else:
+            segments.append([])
+    return segments
+
+
+def _modules(model: nn.Module) -> list[nn.Module] | None:
+    """One after the other, out of their containers; None if anything else is going on."""
+    if not _plain(model):
+        return None
+    if type(model) is not nn.Sequential:
+        return [model] if type(model) is nn.Linear or _elementwise(model) else None
+    modules: list[nn.Module] = []
+    for child in model:
+        inner = _modules(child)
+        if inner is None:
+            return None
+        modules += inner
+    return modules
+
+
+def _elementwise(module: nn.Module) -> bool:
+    return type(module) in ELEMENTWISE
+
+
+def hooks_on_all_modules() -> bool:
+    """Whether there are hooks on the passes of all modules, which a pass by hand would not call."""
+    return bool(
+        _global_forward_hooks
+        or _global_forward_pre_hooks
+        or _global_backward_hooks
+        or _global_backward_pre_hooks
+    )
+
+
+def _plain(module: nn.Module) -> bool:
+    """Whether calling it is what its class says: no hooks, nothing in place, no other forward function."""
+    own = module.__dict__  # past `nn.Module.__getattr__`, which is slow to say no
+    return not (
+        hooks_on_all_modules()
+        or not without_hooks(module)
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+        or own.get("inplace")
+    )
+
+
+# -------------------------------------------------------------------------------- K-FAC's own closure
+
+
+class PassByHand(NamedTuple):
+    """A pass over one mini-batch without a graph."""
+
+    loss: Tensor
+    batch: Batch
+    """With the examples' trace through the network, for all further passes."""
+    factors: tuple[OuterProduct, ...] | None
+    """The gradient as outer products, if they are to be kept [MG15 §8]."""
+
+
+@torch.no_grad()
+def pass_by_hand(
+    closure: MiniBatchClosure, network: Network, keep_factors: bool
+) -> PassByHand | None:
+    """Compute one mini-batch without a graph or hooks, and leave the gradients in the parameters.
+
+    None if the model is no perceptron, or goes in chunks.
+    """
+    if not closure.whole or _needs_graph(closure, network):
+        return None
+    objective, targets = closure.objective, closure.targets
+    call = ModelCall(closure.inputs, {}, outputs=(0,))
+    random = RandomState.current(network.device)
+    trace = trace_call(network, call)
+    if trace is None:
+        return None
+    call = replace(call, trace=trace, random=random if trace.random else None)
+    outputs = trace.outputs.detach().requires_grad_()
+    terms = objective.read(outputs, targets)
+    with torch.enable_grad():
+        loss = objective.module(outputs, targets)
+    (slope,) = torch.autograd.grad(loss, outputs)
+    # First: old gradients and new ones need not be in memory together.
+    for p in network.parameters:
+        p.grad = None
+    factors: list[OuterProduct] = []
+    for unit, a, g in trace.backwards(slope):
+        for parameter, grad in zip(unit.parameters, gradients(unit, a, g), strict=True):
+            parameter.grad = grad
+        if keep_factors:
+            factors.append(OuterProduct(g, augmented(unit, a)))
+    loss = loss.detach()
+    loss_call = LossCall(0, terms, loss, objective.module, (Ref(0), targets.detach()), {})
+    return PassByHand(loss, Batch((Pass((call,), (loss_call,)),)), tuple(factors[::-1]) or None)
+
+
+def _needs_graph(closure: MiniBatchClosure, network: Network) -> bool:
+    """Whether something depends on torch's own backward pass, such as hooks."""
+    return (
+        closure.objective.of_pairs
+        or mixed(closure.targets.device)
+        or hooks_on_all_modules()
+        or any(t.requires_grad for t in (*closure.inputs, closure.targets))
+        or hooked(network.parameters)
+    )

@@ -1,0 +1,124 @@
+"""Functions φ of each number by itself, as they stand between two layers, and products with their slopes.
+
+If torch has a kernel that makes φ′(s) ⊙ v of v and φ(s), the slopes themselves are never stored: φ(s) is,
+as the next layer's input, and a pass over memory is saved for every layer. If its kernel takes s, and so
+computes φ′(s) anew, the slopes are computed by it once. All others come from a graph.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.linalg import take
+
+ELEMENTWISE: frozenset[type[nn.Module]] = frozenset(
+    {
+        nn.CELU, nn.Dropout, nn.ELU, nn.GELU, nn.Hardtanh, nn.Identity, nn.LeakyReLU, nn.Mish, nn.ReLU,
+        nn.ReLU6, nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Softsign, nn.Tanh,
+    }
+)  # fmt: skip
+"""Exact types: a subclass may do something else."""
+
+Kernel = Callable[[Tensor, Tensor], Tensor]
+"""φ′(s) ⊙ v from v and a tensor that stands for the slopes."""
+_aten = torch.ops.aten
+
+
+def _into(kernel: Callable[..., Tensor], v: Tensor, value: Tensor, *args: float) -> Tensor:
+    return kernel(v, value, *args, grad_input=v)
+
+
+def _relu(v: Tensor, value: Tensor) -> Tensor:
+    result: Tensor = _aten.threshold_backward(v, value, 0.0)
+    return result
+
+
+def _relu_(v: Tensor, value: Tensor) -> Tensor:
+    return _into(_aten.threshold_backward.grad_input, v, value, 0.0)
+
+
+_BY_VALUE: dict[type[nn.Module], tuple[Kernel, Kernel]] = {
+    nn.ReLU: (_relu, _relu_),
+    nn.Sigmoid: (_aten.sigmoid_backward, partial(_into, _aten.sigmoid_backward.grad_input)),
+    nn.Tanh: (_aten.tanh_backward, partial(_into, _aten.tanh_backward.grad_input)),
+}
+"""Kernels that take φ(s): one that returns a new tensor, and one that writes into v."""
+_BY_SLOPE: tuple[Kernel, Kernel] = (torch.mul, Tensor.mul_)
+
+
+def _silu(function: nn.Module, ones: Tensor, s: Tensor) -> Tensor:
+    slope: Tensor = _aten.silu_backward(ones, s)
+    return slope
+
+
+def _gelu(function: nn.Module, ones: Tensor, s: Tensor) -> Tensor:
+    slope: Tensor = _aten.gelu_backward(ones, s, approximate=function.approximate)
+    return slope
+
+
+_BY_ARGUMENT: dict[type[nn.Module], Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+    nn.GELU: _gelu,
+    nn.SiLU: _silu,
+}
+"""Kernels that take s; put in ones, and φ′(s) comes back."""
+
+
+@dataclass(frozen=True)
+class Slope:
+    """φ′(s) for products with it."""
+
+    tensor: Tensor
+    """φ(s), or φ′(s) itself, (rows, out)."""
+    kernels: tuple[Kernel, Kernel] = _BY_SLOPE
+
+    def times(self, v: Tensor) -> Tensor:
+        """φ′(s) ⊙ v, for v (…, rows, out)."""
+        return self.kernels[0](v, self.tensor)
+
+    def times_(self, v: Tensor) -> Tensor:
+        """φ′(s) ⊙ v, written into v."""
+        return self.kernels[1](v, self.tensor)
+
+    def select(self, index: Tensor | slice) -> "Slope":
+        """The slopes of some of the examples: a view for a slice."""
+        return Slope(take(self.tensor, index), self.kernels)
+
+
+Applied = Slope | tuple[Tensor, Tensor] | None
+"""What was met behind a layer: its slope, s and φ(s) with a graph to take it from, or nothing."""
+
+
+def apply(functions: Sequence[nn.Module], s: Tensor) -> tuple[Tensor, Applied]:
+    """φ(s), and what it takes to know the slope."""
+    if not functions:
+        return s, None
+    if len(functions) == 1 and (kernels := _BY_VALUE.get(type(functions[0]))):
+        value = functions[0](s)
+        return value, Slope(value, kernels)
+    if len(functions) == 1 and (slope := _BY_ARGUMENT.get(type(functions[0]))):
+        return functions[0](s), Slope(slope(functions[0], torch.ones_like(s), s))
+    s.requires_grad_()
+    with torch.enable_grad():
+        value = s
+        for function in functions:
+            value = function(value)
+    return value.detach(), (s, value)
+
+
+def slopes(found: Sequence[Applied]) -> list[Slope | None]:
+    """The slopes; those not known yet by one backward pass of torch from ones."""
+    graphs = [pair for pair in found if isinstance(pair, tuple)]
+    taken: Iterator[Tensor] = iter(())
+    if graphs:
+        s, values = zip(*graphs, strict=True)
+        ones = [_ones_like(value) for value in values]
+        taken = iter(torch.autograd.grad(values, s, ones))
+    return [Slope(next(taken)) if isinstance(item, tuple) else item for item in found]
+
+
+def _ones_like(x: Tensor) -> Tensor:
+    """Without the memory."""
+    return x.new_ones(()).expand_as(x)

@@ -1,0 +1,150 @@
+"""J as a matrix, from the statistics' own backward pass: outputs of one number for every example.
+
+A backward pass from r, with a number r_n for example n, shows ā and g of every use. What an example adds to
+the gradient is r_n times its row of J,
+
+    J_n = (1 / r_n) Σ_uses Σ_places g āᵀ,
+
+so J v and Jᵀ r on the same examples are products with a matrix and need no pass. For small networks, whose
+passes are mostly administration. Layout: J is (examples, parameters), unit after unit.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kronfac.curvature import SummedGradient, Taps
+from kronfac.curvature.taps import WORK_SPACE
+from kronfac.linearize.base import Linearization, Traced
+from kronfac.linearize.by_hand import ByHand, trace_of
+from kronfac.model import Matrices, Network
+from kronfac.record import Batch, Pass
+from kronfac.record.examples import norms_in_training
+
+
+def linearize(network: Network, part: Pass) -> Linearization:
+    """The network around θ on one micro-batch, by passes."""
+    trace = trace_of(network, part)
+    return Traced(network, part) if trace is None else ByHand(part, trace)
+
+
+class Linearizer:
+    """The network around θ on the micro-batches of one step.
+
+    Args:
+        network: the network.
+        keeps: whether statistics keep J of their examples, if they can.
+    """
+
+    def __init__(self, network: Network, keeps: bool = False) -> None:
+        self._network, self._keeps = network, keeps
+        self._kept: list[Explicit] = []
+
+    def __call__(self, part: Pass) -> Linearization:
+        """With J as a matrix, if it was kept of just these examples."""
+        for view in self._kept:
+            if view.part is part:
+                return view
+        return linearize(self._network, part)
+
+    def for_statistics(self, part: Pass) -> Linearization:
+        """The network around θ on a micro-batch of the statistics, of which J is kept if it can be."""
+        view = linearize(self._network, part)
+        if not self._keeps or not isinstance(view, Traced):
+            return view
+        kept = Explicit(self._network, view)
+        self._kept.append(kept)
+        return kept
+
+
+class Explicit(Linearization):
+    """The passes of another linearization, until a backward pass has shown J."""
+
+    def __init__(self, network: Network, view: Linearization) -> None:
+        super().__init__(view.part)
+        self._network = network
+        self._view: Linearization | None = view
+        self._outputs: Sequence[Tensor] = ()
+        self._J: Tensor | None = None
+
+    @property
+    def _passes(self) -> Linearization:
+        """The other one, made anew if its graph has been given up."""
+        return linearize(self._network, self.part) if self._view is None else self._view
+
+    @property
+    def outputs(self) -> Sequence[Tensor]:
+        return self._passes.outputs if self._J is None else self._outputs
+
+    @property
+    def summed(self) -> bool:
+        return self._passes.summed
+
+    def taps(self, vectors: Sequence[Tensor | None]) -> Sequence[Taps]:
+        """Taps of the backward pass; the first ones give J."""
+        view = self._passes
+        taps = view.taps(vectors)
+        if self._J is None and not view.summed:
+            self._J = _jacobian(self._network, self.part, taps, vectors[0])
+            self._outputs = [z.clone() for z in view.outputs]
+        return taps
+
+    def jvp(self, directions: Sequence[Matrices]) -> list[Tensor]:
+        if self._J is None:
+            return self._passes.jvp(directions)
+        self._view = None  # and with it the graph
+        V = torch.stack([torch.cat([U.reshape(-1) for U in v]) for v in directions])
+        return [(V @ self._J.mT).unsqueeze(-1)]
+
+    def vjp(self, vectors: Sequence[Tensor | None]) -> Matrices:
+        r = vectors[0]
+        if self._J is None or r is None:
+            return self._passes.vjp(vectors)
+        shapes = [unit.shape for unit in self._network.units]
+        parts = (r.squeeze(-1) @ self._J).split([math.prod(shape) for shape in shapes])
+        return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def can_be_explicit(network: Network, batch: Batch) -> bool:
+    """Whether J of these examples is a matrix that one backward pass shows, and a small one.
+
+    Each example has one output, which depends on no other example, and every use of a parameter is seen.
+    Not before J v has been compared with Jᵀ r: what is wrong with a network shows there.
+    """
+    if not (network.learned.compared and network.learned.forward_mode):
+        return False
+    size = sum(p.numel() for p in network.parameters)
+    return (
+        batch.examples * size <= WORK_SPACE
+        and all(unit.observed for unit in network.units)
+        and all(map(_scalar, batch.passes))
+        and not norms_in_training(network.model)
+        and all(part.apart for part in batch.passes)
+    )
+
+
+def _scalar(part: Pass) -> bool:
+    """Whether there is one loss call, with one output of every example."""
+    if len(part.terms) != 1:
+        return False
+    (terms,) = part.terms
+    return terms.event == 1 and terms.count == part.examples
+
+
+def _jacobian(
+    network: Network, part: Pass, taps: Sequence[Taps], r: Tensor | None
+) -> Tensor | None:
+    """J, (examples, parameters); None if this backward pass does not show it."""
+    if r is None or not bool((r != 0).all()):
+        return None
+    columns: list[Tensor] = []
+    for unit, uses in zip(network.units, taps, strict=True):
+        if isinstance(uses, SummedGradient) or any(tap.examples != part.examples for tap in uses):
+            return None
+        total = r.new_zeros(part.examples, math.prod(unit.shape))
+        for tap in uses:
+            total += tap.gradients().flatten(1)
+        columns.append(total)
+    return torch.cat(columns, dim=1).div_(r)

@@ -1,0 +1,40 @@
+"""The model: its units, and how torch functions use their parameters."""
+
+from kronfac.linalg.vector import Matrices, dot
+from kronfac.model.blocks import Blocks
+from kronfac.model.find import Site, find_units
+from kronfac.model.functions import SeeFunctions, record_uses
+from kronfac.model.layers.linear import LinearAdapter
+from kronfac.model.network import LearnedState, Network, check_moments
+from kronfac.model.registry import Adapter, Use, register
+from kronfac.model.side_effects import Buffers, Kept, RandomState, hooked, replay, restore
+from kronfac.model.standing_hooks import remove_hooks, without_hooks
+from kronfac.model.unit import Unit
+from kronfac.model.uses import Uses
+
+__all__ = [
+    "Adapter",
+    "Blocks",
+    "Buffers",
+    "Kept",
+    "LearnedState",
+    "LinearAdapter",
+    "Matrices",
+    "Network",
+    "RandomState",
+    "SeeFunctions",
+    "Site",
+    "Unit",
+    "Use",
+    "Uses",
+    "check_moments",
+    "dot",
+    "find_units",
+    "hooked",
+    "record_uses",
+    "register",
+    "remove_hooks",
+    "replay",
+    "restore",
+    "without_hooks",
+]

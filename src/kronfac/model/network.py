@@ -1,0 +1,356 @@
+"""What is trained: a model, its units, and the vectors in the space of their parameters.
+
+What the first passes show of a network is saved with the state: a resumed run goes by what the run before
+has seen, as other mini-batches may show something else.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.curvature import (
+    Curvature,
+    DenseMoments,
+    DiagonalBlock,
+    DiagonalMoments,
+    KroneckerBlock,
+    KroneckerSumMoments,
+    Moments,
+    Tap,
+)
+from kronfac.errors import StateError
+from kronfac.linalg.vector import Matrices
+from kronfac.model.blocks import Blocks, Kind
+from kronfac.model.find import Site
+from kronfac.model.side_effects import Buffers, put_back
+from kronfac.model.unit import Unit, parameters_of
+from kronfac.model.uses import ExampleDims
+from kronfac.objective import Objective
+
+Placement = Sequence[tuple[torch.dtype, torch.device]]
+"""The dtype and the device of every parameter."""
+
+
+@dataclass
+class Learned:
+    """What passes have shown of a network: where examples are, and which engine works."""
+
+    dims: dict[object, ExampleDims] = field(default_factory=dict)
+    """By the signatures of passes."""
+    loaded: dict[str, ExampleDims] = field(default_factory=dict)
+    """`dims` of the run that is resumed, by the hashes of signatures."""
+    forward_mode: bool = True
+    """False once a pass has had no forward-mode derivative, or a wrong one."""
+    difference: float = 1.0
+    """Length of finite differences, in units of the usual one."""
+    compared: bool = False
+    """Whether J v has been compared with Jᵀ r."""
+    placement: Placement | None = None
+    """Where the parameters were in the last step; None before there was one."""
+
+    def copy(self) -> "Learned":
+        """One that stays as it is."""
+        return replace(self, dims=dict(self.dims))
+
+    def dims_of(self, signature: object) -> ExampleDims | None:
+        """Where passes with this signature have their examples; None if that was not checked yet."""
+        if signature not in self.dims and self.loaded:
+            found = self.loaded.get(_hash(signature))
+            if found is not None:
+                self.dims[signature] = found
+        return self.dims.get(signature)
+
+
+@dataclass(frozen=True)
+class UnitState:
+    """What the first pass has shown of a unit."""
+
+    kind: str
+    """See `Unit.kind`."""
+    observed: bool
+
+
+@dataclass(frozen=True)
+class DimsState:
+    """Where one kind of pass has its examples, see `ExampleDims`."""
+
+    signature: str
+    """Its hash."""
+    apart: bool
+    second: tuple[str, ...]
+    unknown: tuple[str, ...]
+    zeros: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[0-9a-f]{32}", self.signature):
+            raise ValueError(f"its signature is not one: {self.signature!r}.")
+
+
+@dataclass(frozen=True)
+class LearnedState:
+    """What passes have shown of a network, as it is saved."""
+
+    forward_mode: bool
+    difference: float
+    compared: bool
+    dims: tuple[DimsState, ...]
+    units: tuple[UnitState, ...]
+    """In their order; none before the first pass was looked at."""
+
+
+def _hash(signature: object) -> str:
+    """A short name of a signature, which is long: the same in every process."""
+    return hashlib.sha256(repr(signature).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A model with its units in order, and the loss that it is trained with."""
+
+    model: nn.Module
+    """For K-FAC's own passes: what `torch.compile` wrapped, where hooks still fire."""
+    units: Sequence[Unit]
+    sites: Sequence[Site]
+    objective: Objective
+    buffers: Buffers
+    blocks: Blocks = field(default_factory=Blocks)
+    """How blocks are chosen."""
+    links: Sequence[bool] = ()
+    """Whether each unit and the next are neighbours in a chain."""
+    discovered: bool = False
+    """Whether the uses of all units have been looked at (`discovery.py`)."""
+    learned: Learned = field(default_factory=Learned)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All trained parameters, in the order of the units."""
+        return parameters_of(self.units)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self.units[0].parameters[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first parameter."""
+        return self.units[0].dtype
+
+    @property
+    def placement(self) -> Placement:
+        """Where the parameters are."""
+        return [(p.dtype, p.device) for p in self.parameters]
+
+    @cached_property
+    def convolutional(self) -> bool:
+        """Whether a layer that is known has a kernel: it meets its weights at many places of an example."""
+        return any(
+            unit.observed and unit.chosen and p.dim() > 2
+            for unit in self.units
+            for p in unit.parameters
+        )
+
+    def unused(self, number: int) -> list[Tap]:
+        """What a unit shows that no example uses: zeros."""
+        unit = self.units[number]
+        rows, columns = (
+            torch.zeros(1, 1, size, dtype=unit.dtype, device=self.device) for size in unit.shape
+        )
+        return [Tap(columns, rows)]
+
+    @torch.no_grad()
+    def theta(self) -> Matrices:
+        """The parameters, a copy."""
+        joined = ((unit.join(unit.parameters), unit.parameters[0]) for unit in self.units)
+        # With one parameter there is nothing to join.
+        return tuple(V.clone() if V.data_ptr() == first.data_ptr() else V for V, first in joined)
+
+    def join(self, tensors: Sequence[Tensor]) -> Matrices:
+        """A vector from tensors shaped like `parameters`."""
+        parts = iter(tensors)
+        return tuple(unit.join([next(parts) for _ in unit.parameters]) for unit in self.units)
+
+    def split(self, vector: Matrices) -> list[Tensor]:
+        """Tensors shaped like `parameters` from a vector, views of it."""
+        return [t for unit, V in zip(self.units, vector, strict=True) for t in unit.split(V)]
+
+    @torch.no_grad()
+    def move(self, delta: Matrices, factor: float = 1.0) -> None:
+        """θ ← θ + factor · δ."""
+        for p, part in zip(self.parameters, self.split(delta), strict=True):
+            p.add_(part, alpha=factor)
+
+    @torch.no_grad()
+    def place(self, theta: Matrices) -> None:
+        """θ as given."""
+        for p, part in zip(self.parameters, self.split(theta), strict=True):
+            p.copy_(part)
+
+    @contextmanager
+    def displaced(self, delta: Matrices, factor: float = 1.0) -> Iterator[None]:
+        """θ + factor · δ while this lasts; then θ again, to the bit.
+
+        In place, because the model's code may do anything with its parameters.
+        """
+        parameters = self.parameters
+        kept = [p.detach().clone() for p in parameters]
+        try:
+            self.move(delta, factor)
+            yield
+        finally:
+            put_back(list(zip(parameters, kept, strict=True)))
+
+    def learned_state(self) -> LearnedState:
+        """What passes have shown of it, to be saved."""
+        learned, units = self.learned, self.units if self.discovered else ()
+        named = learned.loaded | {_hash(key): dims for key, dims in learned.dims.items()}
+        dims = (
+            DimsState(
+                signature, found.apart, *map(_sorted, (found.second, found.unknown, found.zeros))
+            )
+            for signature, found in sorted(named.items())
+        )
+        return LearnedState(
+            learned.forward_mode,
+            learned.difference,
+            learned.compared,
+            tuple(dims),
+            tuple(UnitState(unit.kind, unit.observed) for unit in units),
+        )
+
+    def continued(
+        self,
+        order: Sequence[int],
+        curvature: Curvature | None,
+        state: LearnedState | None = None,
+    ) -> "Network":
+        """The network as it was when a state was saved: its units' order and links, and their blocks.
+
+        A state of an earlier version says of blocks only which ones became diagonal.
+
+        Raises:
+            StateError: what passes have shown is not of these units.
+        """
+        network = self if state is None else replace(self, learned=_loaded(state))
+        if curvature is not None:
+            links = [link is not None for link in curvature.links]
+            network = network.reordered(order, links)
+        if state is not None:
+            return network._shown(state) if state.units else network
+        if curvature is None:
+            return network
+        return network.demoted(
+            [
+                n
+                for n, moments in enumerate(curvature.blocks)
+                if isinstance(moments, DiagonalMoments)
+                and network.units[n].chosen
+                and not isinstance(network.units[n].block, DiagonalBlock)
+            ]
+        )
+
+    def _shown(self, state: LearnedState) -> "Network":
+        """The network with the blocks that the first pass of the resumed run has chosen."""
+        if len(state.units) != len(self.units):
+            raise StateError(
+                f"The state's learned.units must have one entry for each of {len(self.units)} units; got "
+                f"{len(state.units)}. Load an earlier state."
+            )
+        pairs = zip(self.units, state.units, strict=True)
+        units = [_continued(unit, shown, self.blocks) for unit, shown in pairs]
+        return replace(self, units=units, discovered=True)
+
+    def demoted(
+        self, numbers: Sequence[int], why: str = "not all uses of it are seen"
+    ) -> "Network":
+        """The network with diagonal blocks for units whose uses are not all seen."""
+        if not numbers:
+            return self
+        units = [
+            unit.unobserved(why) if n in numbers else unit for n, unit in enumerate(self.units)
+        ]
+        linked = [n for n, link in enumerate(self.links) if link]
+        kept = [
+            n in linked and n not in numbers and n + 1 not in numbers
+            for n in range(len(self.links))
+        ]
+        return replace(self, units=units, links=kept)
+
+    def reordered(self, order: Sequence[int], links: Sequence[bool]) -> "Network":
+        """The network with its units in another order."""
+        return replace(self, units=[self.units[n] for n in order], links=links)
+
+
+def _sorted(names: frozenset[str]) -> tuple[str, ...]:
+    return tuple(sorted(names))
+
+
+def _loaded(state: LearnedState) -> Learned:
+    """What was saved, before the first pass of a resumed run."""
+    return Learned(
+        loaded={
+            saved.signature: ExampleDims(
+                saved.apart, *map(frozenset, (saved.second, saved.unknown, saved.zeros))
+            )
+            for saved in state.dims
+        },
+        forward_mode=state.forward_mode,
+        difference=state.difference,
+        compared=state.compared,
+    )
+
+
+def _continued(unit: Unit, state: UnitState, blocks: Blocks) -> Unit:
+    """A unit with the block that it got in the first pass of the run that is resumed.
+
+    Raises:
+        StateError: there is no such kind of use.
+    """
+    unit = unit.undiscovered
+    if not state.observed:
+        return unit.unobserved("not all uses of it were seen when the state was saved")
+    if not state.kind:
+        return unit
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    for kind in kinds:
+        if kind == state.kind:
+            block = blocks.choose(kind, *unit.shape)
+            return replace(unit, block=block, kind=kind, original=unit)
+    raise StateError(
+        f"The state's kind of use of {unit.name!r} must be one of {kinds}; got {state.kind!r}. Load an "
+        "earlier state."
+    )
+
+
+def check_moments(curvature: Curvature | None, units: Sequence[Unit]) -> None:
+    """Check the kinds of a state's moments, which for some units are known after the first pass only.
+
+    Raises:
+        StateError: some are of another kind than the units' blocks estimate.
+    """
+    if curvature is None:
+        return
+    for unit, moments in zip(units, curvature.blocks, strict=True):
+        if not isinstance(moments, _kinds(unit)):
+            raise StateError(
+                f"The state's statistics of {unit.name!r} are {type(moments).__name__}; this KFAC has "
+                f"a {type(unit.block).__name__} for it. Use the block that it was saved with."
+            )
+
+
+def _kinds(unit: Unit) -> tuple[type[Moments], ...]:
+    """The kinds of moments that a unit may have had: the first pass shows how it is used."""
+    if not unit.observed or unit.kind:
+        return (unit.block.moments,)
+    if not unit.chosen:
+        return (Moments,)
+    # Diagonal ones if its uses were not all seen, a sum or a dense one if V and Vᵀ both were used.
+    both = (KroneckerSumMoments, DenseMoments) if isinstance(unit.block, KroneckerBlock) else ()
+    return (unit.block.moments, DiagonalMoments, *both)

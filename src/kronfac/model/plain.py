@@ -1,0 +1,147 @@
+"""K-FAC's own passes: without fast paths, reentrant checkpoints, half precision, or dropout if need be.
+
+The fast path of `nn.Transformer*` leaves out padding, and reentrant checkpoints have no derivative but
+their own. Nothing is switched for the process: a `TorchFunctionMode` is its thread's alone, and so is what
+stands in for checkpoints here.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+Function = Callable[..., Any]
+
+
+@contextmanager
+def own_pass() -> Iterator[None]:
+    """A pass as K-FAC runs it: by the modules' own code, in full precision, without reentrant checkpoints.
+
+    Checkpoints of the other kind stay: they have all derivatives, and save the memory that they are for.
+    """
+    before = torch._C._is_any_autocast_enabled() and _autocast_kinds()
+    try:
+        with instead_of_checkpoints(_call), _IN_FULL:
+            yield
+    finally:
+        for kind in before or ():
+            torch.set_autocast_enabled(kind, True)
+
+
+class _InFull(TorchFunctionMode):
+    """Switches off an autocast that a module opens in its own forward; leaving it restores what was before.
+
+    Modules with a fast path do not take it if anything looks at torch functions.
+    """
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if torch._C._is_any_autocast_enabled():
+            for kind in _autocast_kinds():
+                torch.set_autocast_enabled(kind, False)
+        return func(*args, **(kwargs or {}))
+
+
+_IN_FULL = _InFull()
+
+
+def _autocast_kinds() -> list[str]:
+    """The kinds of devices that autocast is enabled for."""
+    return [kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.is_autocast_enabled(kind)]
+
+
+# --------------------------------------------------------------------------------------- checkpoints
+
+_handlers: dict[int, list[Function]] = {}
+"""What each thread does in place of a reentrant checkpoint."""
+_lock = threading.Lock()
+
+
+def _checkpoints() -> Any:
+    """Torch's module, when a pass first needs it: torch 2.7 imports it, and sympy with it, only then."""
+    from torch.utils import checkpoint  # noqa: PLC0415
+
+    return checkpoint
+
+
+class _StandIn:
+    """In place of torch's function while a thread has a handler; for other threads it is that function."""
+
+    original: Any = None
+
+    @classmethod
+    def apply(cls, function: Function, preserve_rng_state: bool, *args: Any) -> Any:
+        """What `torch.utils.checkpoint` calls."""
+        own = _handlers.get(threading.get_ident())
+        call = own[-1] if own else cls.original.apply
+        return call(function, preserve_rng_state, *args)
+
+
+@contextmanager
+def instead_of_checkpoints(handler: Function) -> Iterator[None]:
+    """Let this thread call `handler(function, preserve_rng_state, *args)` for reentrant checkpoints."""
+    thread, checkpoints = threading.get_ident(), _checkpoints()
+    with _lock:
+        if not _handlers:
+            _StandIn.original = checkpoints.CheckpointFunction
+            checkpoints.CheckpointFunction = _StandIn
+        _handlers.setdefault(thread, []).append(handler)
+    try:
+        yield
+    finally:
+        with _lock:
+            _handlers[thread].pop()
+            if not _handlers[thread]:
+                del _handlers[thread]
+            if not _handlers:
+                checkpoints.CheckpointFunction = _StandIn.original
+
+
+def _call(function: Function, preserve_rng_state: bool, *args: Any) -> Any:
+    return function(*args)
+
+
+def not_reentrant(function: Function, preserve_rng_state: bool, *args: Any) -> Any:
+    """The other kind of checkpoint: the same values and memory, and a graph that can be looked into."""
+    return _checkpoints().checkpoint(
+        function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+    )
+
+
+# ------------------------------------------------------------------------------------------- dropout
+
+_DROPOUT = {
+    functional.dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+    functional.alpha_dropout,
+    functional.feature_alpha_dropout,
+    functional.multi_head_attention_forward,
+}
+"""Functions whose argument `training` says whether anything is dropped."""
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+
+
+class NoDropout(TorchFunctionMode):
+    """Nothing is dropped: masks of other sizes are other masks, and passes could not be compared."""
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUT:
+            kwargs = {**kwargs, "training": False}
+        elif func == functional.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {**kwargs, "dropout_p": 0.0} if len(args) <= 4 else kwargs
+        elif func in _RECURRENT:
+            # (x, hx, weights, has_biases, layers, dropout, train, …); packed ones have batch sizes after x.
+            place = 6 if isinstance(args[3], bool) else 7
+            args = (*args[:place], False, *args[place + 1 :])
+        return func(*args, **kwargs)

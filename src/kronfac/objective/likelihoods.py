@@ -1,0 +1,499 @@
+"""Predictive distributions R_{y|z} with natural parameters z [MG15 §2.1].
+
+Layout: outputs z are (terms, event). Everything here is per term and unscaled; `Terms` has the weights of
+terms in the objective.
+"""
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+from kronfac.errors import TargetError
+
+
+class Likelihood(nn.Module, ABC):
+    """A predictive distribution; called as a loss it is −log r(y|z) averaged over the terms.
+
+    The negative log-probability of a term is summed over its outputs, so that the loss is the paper's
+    objective h(θ) = E[−log p(y|x, θ)] and not that divided by the number of outputs.
+    """
+
+    saturates: ClassVar[bool] = False
+    """Whether the score is a difference of probabilities, which has no digits left if a term is all but
+    certain: if −log r is of the size of the dtype's ε."""
+    needs_targets: ClassVar[bool] = False
+    """Whether its curvature is defined at known targets alone, as that of `GaussNewton` is."""
+
+    @property
+    def summed(self) -> bool:
+        """Whether it is a sum over the terms if it is called as a loss; else it is a mean."""
+        return False
+
+    def given(self, targets: Tensor) -> "Likelihood":
+        """The same for terms with these targets: itself, unless its curvature depends on them."""
+        return self
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean over terms of −log r(y|z)."""
+        return likelihood_loss(self, outputs, targets)
+
+    def reduced(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What a call returns: the mean over terms, or the sum if it is `summed`."""
+        return self.negative_log_likelihood(outputs, targets) / len(outputs)
+
+    @abstractmethod
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Σ over terms of −log r(y|z), up to summands without z."""
+
+    def noise(
+        self, draws: int, outputs: torch.Size, like: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """The random numbers for `draws` targets of each term, (draws, terms, …); uniform in [0, 1).
+
+        Apart from `sample`, because a generator asked in chunks gives other numbers: they are drawn for the
+        terms of all chunks and ranks, or for a fixed part of them (`curvature/fisher.py`).
+        """
+        return torch.rand(
+            (draws, *outputs), dtype=like.dtype, device=like.device, generator=generator
+        )
+
+    @abstractmethod
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        """Targets y ~ R_{y|z}, a deterministic function of z and one draw of `noise`."""
+
+    @abstractmethod
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """∂(−log r(y|z))/∂z, (terms, event)."""
+
+    def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        """The score at a target that R_{y|z} itself drew: E[score scoreᵀ] = F_R."""
+        return self.score(outputs, self.sample(outputs, noise))
+
+    @abstractmethod
+    def fisher_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        """F_R v for each term; `vectors` is (…, terms, event)."""
+
+    @abstractmethod
+    def fisher_root_columns(self, outputs: Tensor) -> Iterator[Tensor]:
+        """Vectors r₁, r₂, … (terms, event) with Σ_j r_j r_jᵀ = F_R."""
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Refuse targets that do not fit, before broadcasting can make sense of them."""
+        if targets.shape != outputs.shape:
+            raise TargetError(
+                f"KFAC reads this loss as {type(self).__name__}, which needs targets of the outputs' shape "
+                f"{tuple(outputs.shape)}; got {tuple(targets.shape)}. Reshape the targets or the outputs "
+                "before the loss, as with targets.view_as(outputs)."
+            )
+
+
+def likelihood_loss(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean over terms of −log r(y|z); a function that K-FAC sees the calls of, as of torch's losses."""
+    if has_torch_function_variadic(outputs, targets):
+        loss: Tensor = handle_torch_function(
+            likelihood_loss, (outputs, targets), likelihood, outputs, targets
+        )
+        return loss
+    likelihood.check(outputs, targets)
+    return likelihood.reduced(outputs, targets)
+
+
+def unit_columns(scales: Tensor) -> Iterator[Tensor]:
+    """The columns of diag(scales) for each term, one output at a time: a diagonal Fisher's root."""
+    for j in range(scales.shape[-1]):
+        column = torch.zeros_like(scales)
+        column[..., j] = scales[..., j]
+        yield column
+
+
+class ElementwiseLikelihood(Likelihood):
+    """Independent outputs: F_R = diag(f(z)) with f from `fisher_diagonal`."""
+
+    @abstractmethod
+    def fisher_diagonal(self, outputs: Tensor) -> Tensor:
+        """f, (terms, event), at least 0."""
+
+    def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        """±√f with a random sign.
+
+        Its second moment is F_R, as that of the score at a drawn target, and the square of each element is
+        f itself and not f on average.
+        """
+        return self.fisher_diagonal(outputs).sqrt() * signs(noise)
+
+    def fisher_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        return self.fisher_diagonal(outputs) * vectors
+
+    def fisher_root_columns(self, outputs: Tensor) -> Iterator[Tensor]:
+        return unit_columns(self.fisher_diagonal(outputs).sqrt())
+
+
+def signs(noise: Tensor) -> Tensor:
+    """−1 or 1, equally probable, from uniform numbers."""
+    return torch.where(noise < 0.5, -1.0, 1.0).to(noise.dtype)
+
+
+def refuse_draw(likelihood: Likelihood) -> NoReturn:
+    """Raise a TypeError: a curvature that is no Fisher was asked for a target of its distribution."""
+    raise TypeError(
+        f"{type(likelihood).__name__} is a loss and not a distribution: it has no targets to draw."
+    )
+
+
+class Gaussian(Likelihood):
+    """N(z, σ² I): −log r = ‖y − z‖² / 2σ² up to a constant, which is left out; F_R = I / σ²."""
+
+    def __init__(self, variance: float = 1.0) -> None:
+        """σ² = `variance`; the default makes the loss ½ ‖y − z‖²."""
+        super().__init__()
+        if not 0 < variance < float("inf"):
+            raise ValueError(f"Gaussian needs a positive variance; got {variance}.")
+        self.variance = variance
+
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().sum() / (2 * self.variance)
+
+    def noise(
+        self, draws: int, outputs: torch.Size, like: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        return torch.randn(
+            (draws, *outputs), dtype=like.dtype, device=like.device, generator=generator
+        )
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        return outputs + noise * math.sqrt(self.variance)
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets) / self.variance
+
+    def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        """(z − (z + σε)) / σ² = −ε/σ: outputs of 1e10 would leave no digit of ε, and a Fisher of 0."""
+        return noise / -math.sqrt(self.variance)
+
+    def fisher_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        return vectors / self.variance
+
+    def fisher_root_columns(self, outputs: Tensor) -> Iterator[Tensor]:
+        return unit_columns(torch.full_like(outputs, 1 / math.sqrt(self.variance)))
+
+    def extra_repr(self) -> str:
+        return f"variance={self.variance}"
+
+
+class Residual(Gaussian):
+    """The same for outputs that are residuals, with targets drawn as z ± σ, each output by itself.
+
+    E[r rᵀ] = F_R as for normal draws. If a term is a single number, r² = 1/σ² whatever is drawn: the
+    sampled Fisher is the exact one, at the same cost.
+    """
+
+    def noise(
+        self, draws: int, outputs: torch.Size, like: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        signs = torch.randint(2, (draws, *outputs), device=like.device, generator=generator)
+        return (2 * signs - 1).to(like.dtype)
+
+
+class Bernoulli(Likelihood):
+    """Independent Bernoulli outputs with logits z: F_R = diag(p (1 − p)), p = σ(z).
+
+    Targets may be anything in [0, 1], as the grey levels of an image are.
+    """
+
+    saturates: ClassVar[bool] = True
+
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.binary_cross_entropy_with_logits(outputs, targets, reduction="sum")
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        return (noise < outputs.sigmoid()).to(outputs.dtype)
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.sigmoid() - targets
+
+    def fisher_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        p = outputs.sigmoid()
+        return p * (1 - p) * vectors
+
+    def fisher_root_columns(self, outputs: Tensor) -> Iterator[Tensor]:
+        p = outputs.sigmoid()
+        return unit_columns((p * (1 - p)).sqrt())
+
+
+SMALLEST_VARIANCE = 1e-12
+"""Lower bound of p (1 − p), which is also that of torch's gradient. Behind a sigmoid that is saturated the
+Jacobian is 0, and so is the curvature: 0 · 1/0 would be none."""
+
+
+class BernoulliProbability(ElementwiseLikelihood):
+    """Independent Bernoulli outputs with probabilities z = p: F_R = diag(1 / (p (1 − p)))."""
+
+    saturates: ClassVar[bool] = True
+
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.binary_cross_entropy(outputs, targets, reduction="sum")
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        return (noise < outputs).to(outputs.dtype)
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets) * self.fisher_diagonal(outputs)
+
+    def fisher_diagonal(self, outputs: Tensor) -> Tensor:
+        return 1 / (outputs * (1 - outputs)).clamp(min=SMALLEST_VARIANCE)
+
+
+class Categorical(Likelihood):
+    """One of K classes with logits z: F_R = diag(p) − p pᵀ, p = softmax(z).
+
+    Targets are class indices (terms,) or distributions over the classes (terms, K). Label smoothing
+    ε replaces a target q by (1 − ε) q + ε/K, which leaves the Fisher as it is.
+    """
+
+    saturates: ClassVar[bool] = True
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"label_smoothing is a fraction in [0, 1]; got {label_smoothing}.")
+        self.label_smoothing = label_smoothing
+
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(
+            outputs, targets, reduction="sum", label_smoothing=self.label_smoothing
+        )
+
+    def noise(
+        self, draws: int, outputs: torch.Size, like: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        return torch.rand(
+            (draws, outputs[0]), dtype=like.dtype, device=like.device, generator=generator
+        )
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        """The inverse of the cumulative distribution at `noise`."""
+        cumulative = outputs.softmax(dim=-1).cumsum(dim=-1)
+        # Rounding may leave the last sum below a draw close to 1: the last class takes it.
+        index = torch.searchsorted(cumulative, noise.unsqueeze(-1), right=True).squeeze(-1)
+        return index.clamp_(max=outputs.shape[-1] - 1)
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        p, smoothing = outputs.softmax(dim=-1), self.label_smoothing
+        uniform = smoothing / outputs.shape[-1]
+        if not targets.is_floating_point():
+            return _less_at_(p - uniform if smoothing else p, targets, 1 - smoothing)
+        q = (1 - smoothing) * targets + uniform
+        # softmax · Σq, not softmax: the gradient of −Σ q log p also if q does not sum to one.
+        return p * q.sum(dim=-1, keepdim=True) - q
+
+    def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        """softmax(z) − e_y: without the label smoothing, which is of the training targets alone."""
+        return _less_at_(outputs.softmax(dim=-1), self.sample(outputs, noise), 1.0)
+
+    def fisher_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        p = outputs.softmax(dim=-1)
+        weighted = p * vectors
+        return weighted - p * weighted.sum(dim=-1, keepdim=True)
+
+    def fisher_root_columns(self, outputs: Tensor) -> Iterator[Tensor]:
+        """√p_j (e_j − p), as Σ_j p_j (e_j − p)(e_j − p)ᵀ = diag(p) − p pᵀ."""
+        p = outputs.softmax(dim=-1)
+        for j in range(outputs.shape[-1]):
+            column = -p.clone()
+            column[:, j] += 1
+            yield p[:, j : j + 1].sqrt() * column
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        classes = outputs.shape[-1]
+        indices = not targets.is_floating_point() and targets.shape == outputs.shape[:1]
+        distributions = targets.is_floating_point() and targets.shape == outputs.shape
+        if outputs.dim() != 2 or not (indices or distributions):
+            raise TargetError(
+                f"Categorical needs class indices of shape ({len(outputs)},) and an integer dtype, or "
+                f"distributions of shape ({len(outputs)}, {classes}) and a floating one, for outputs "
+                f"of shape {tuple(outputs.shape)}; got {tuple(targets.shape)}, {targets.dtype}."
+            )
+
+    def extra_repr(self) -> str:
+        return f"label_smoothing={self.label_smoothing}"
+
+
+def _less_at_(p: Tensor, index: Tensor, amount: float) -> Tensor:
+    """p − amount · e_y, written into p; not by `one_hot`, which asks the device for its largest index."""
+    at = index.unsqueeze(-1)
+    return p.scatter_add_(-1, at, p.new_full((), -amount).expand(at.shape))
+
+
+BISECTIONS = 64
+"""Halvings of the interval that a drawn count lies in, in integers: more than a float64 tells apart."""
+
+
+class Poisson(ElementwiseLikelihood):
+    """Counts with rates r: r = e^z and F_R = diag(e^z), or r = z + ε and F_R = diag(1/r).
+
+    −log r(y|z) = r − y log r, without log y!, which does not depend on z.
+    """
+
+    def __init__(self, log_input: bool = True, eps: float = 1e-8) -> None:
+        """z = log r if `log_input`, else z = r, to which `eps` is added as in `torch.nn.PoissonNLLLoss`."""
+        super().__init__()
+        if not 0 < eps < float("inf"):
+            raise ValueError(f"Poisson needs a positive eps; got {eps}.")
+        self.log_input = log_input
+        self.eps = eps
+
+    def rate(self, outputs: Tensor) -> Tensor:
+        """The rate, which is positive."""
+        return outputs.exp() if self.log_input else (outputs + self.eps).clamp(min=self.eps)
+
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.poisson_nll_loss(
+            outputs, targets, log_input=self.log_input, eps=self.eps, reduction="sum"
+        )
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        """The smallest k with P(y ≤ k) = Γ(k + 1, r)/k! above `noise`, by bisection."""
+        rate, u = self.rate(outputs).double(), noise.double()
+        low, high = torch.full_like(rate, -1.0), (2 * rate + 64).ceil()
+        for _ in range(BISECTIONS):
+            middle = ((low + high) / 2).floor()
+            above = torch.special.gammaincc(middle.clamp(min=0) + 1, rate) > u
+            high = torch.where(above & (middle > low), middle, high)
+            low = torch.where(above, low, middle)
+        return high.to(outputs.dtype)
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        rate = self.rate(outputs)
+        return rate - targets if self.log_input else 1 - targets / rate
+
+    def fisher_diagonal(self, outputs: Tensor) -> Tensor:
+        rate = self.rate(outputs)
+        return rate if self.log_input else 1 / rate
+
+    def extra_repr(self) -> str:
+        return f"log_input={self.log_input}, eps={self.eps}"
+
+
+class Huber(ElementwiseLikelihood):
+    """c · Σ_j ρ_δ(z_j − y_j), ρ_δ(r) = r²/2 if |r| ≤ δ, else δ (|r| − δ/2).
+
+    Its curvature is c · diag(min(1, δ/|r_j|)): that of the parabola which touches the loss at r and at −r
+    and lies above it everywhere else, as in iteratively reweighted least squares.
+
+    Deviation: it is neither the Fisher nor the Hessian, which is 0 if |r| > δ, so that examples with large
+    residuals had a gradient but no curvature. `GaussNewton(torch.nn.HuberLoss())` has the Hessian.
+    """
+
+    def __init__(self, delta: float = 1.0, curvature: float = 1.0) -> None:
+        """δ = `delta`; c = `curvature`, which is 1/β for `torch.nn.SmoothL1Loss` with δ = β."""
+        super().__init__()
+        if not (0 < delta < float("inf") and 0 < curvature < float("inf")):
+            raise ValueError(
+                f"Huber needs a positive delta and curvature; got {delta} and {curvature}."
+            )
+        self.delta = delta
+        self.curvature = curvature
+        self._targets: Tensor | None = None
+
+    def given(self, targets: Tensor) -> "Huber":
+        result = copy.copy(self)
+        result._targets = targets
+        return result
+
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = functional.huber_loss(outputs, targets, delta=self.delta, reduction="sum")
+        return self.curvature * loss
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        refuse_draw(self)
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.curvature * (outputs - targets).clamp(-self.delta, self.delta)
+
+    def fisher_diagonal(self, outputs: Tensor) -> Tensor:
+        """c min(1, δ/|r|); c, its upper bound, if the targets are not known."""
+        if self._targets is None:
+            return torch.full_like(outputs, self.curvature)
+        size = (outputs - self._targets).abs().clamp(min=self.delta)
+        return self.curvature * self.delta / size
+
+    def extra_repr(self) -> str:
+        return f"delta={self.delta}, curvature={self.curvature}"
+
+
+class HeteroscedasticGaussian(Likelihood):
+    """Independent Gaussians with outputs z = (μ, v): F_R = diag(1/v, 1/(2v²)).
+
+    −log r = ½ Σ_j (log v_j + (y_j − μ_j)²/v_j) up to a constant, which is left out. However the network
+    makes v positive (an exponential, softplus), the Fisher in its parameters is the same.
+    """
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        """Variances below `eps` count as `eps`, as in `torch.nn.GaussianNLLLoss`."""
+        super().__init__()
+        if not 0 < eps < float("inf"):
+            raise ValueError(f"HeteroscedasticGaussian needs a positive eps; got {eps}.")
+        self.eps = eps
+
+    def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        mean, variance = outputs.chunk(2, dim=-1)
+        # With the gradient as if it were not clamped, or a variance that has become too small stayed so.
+        return mean, variance + (variance.clamp(min=self.eps) - variance).detach()
+
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        mean, variance = self._split(outputs)
+        return (variance.log() + (mean - targets).square() / variance).sum() / 2
+
+    def noise(
+        self, draws: int, outputs: torch.Size, like: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        shape = (draws, outputs[0], outputs[1] // 2)
+        return torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)
+
+    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        mean, variance = self._split(outputs)
+        return mean + variance.sqrt() * noise
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        mean, variance = self._split(outputs)
+        residual = (mean - targets) / variance
+        return torch.cat((residual, (1 / variance - residual.square()) / 2), dim=-1)
+
+    def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:
+        """(−ε/√v, (1 − ε²)/2v): means of 1e10 would leave no digit of ε."""
+        _, variance = self._split(outputs)
+        return torch.cat((-noise / variance.sqrt(), (1 - noise.square()) / (2 * variance)), dim=-1)
+
+    def fisher_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+        return self._root(outputs).square() * vectors
+
+    def fisher_root_columns(self, outputs: Tensor) -> Iterator[Tensor]:
+        return unit_columns(self._root(outputs))
+
+    def _root(self, outputs: Tensor) -> Tensor:
+        """The square root of the diagonal of F_R."""
+        _, variance = self._split(outputs)
+        return torch.cat((1 / variance.sqrt(), 1 / (math.sqrt(2) * variance)), dim=-1)
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        if outputs.dim() != 2 or outputs.shape[1] % 2:
+            raise TargetError(
+                "HeteroscedasticGaussian needs outputs (terms, 2d), d means and then d variances; got "
+                f"{tuple(outputs.shape)}. torch.cat((mean, variance), dim=1) makes them."
+            )
+        expected = (len(outputs), outputs.shape[1] // 2)
+        if tuple(targets.shape) != expected:
+            raise TargetError(
+                f"HeteroscedasticGaussian needs targets of shape {expected}, one for each mean; got "
+                f"{tuple(targets.shape)}."
+            )
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"

@@ -1,0 +1,257 @@
+"""Are the examples of a pass along the first dimension, and independent of each other?
+
+That is the convention, and it is checked once for every kind of pass, on the first mini-batch: three of the
+examples alone must give the outputs that they had among all. A pass that fails is used whole. The same two
+forward passes show where each unit's outputs have the examples, which blocks need to know that are built
+from the gradients of single examples.
+
+BatchNorm, which makes examples depend on each other while it trains, normalises by its running statistics
+in the check. Some of the examples are a smaller mini-batch then (`subset.py`).
+"""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from kronfac.linalg import take
+from kronfac.model.functions import record_uses
+from kronfac.model.nested import keep_attributes
+from kronfac.model.network import Network
+from kronfac.model.plain import NoDropout
+from kronfac.model.side_effects import RandomState, replay
+from kronfac.model.uses import ExampleDims, by_example
+from kronfac.record.batch import Batch, LossCall, ModelCall, Operation, Pass
+
+TOLERANCE = 0.1
+"""How far outputs may be off in units of their own size and the root of the dtype's precision: other
+kernels are used for other sizes, but another example's outputs are not nearly as close."""
+
+
+# -------------------------------------------------------------------------------- some of the examples
+
+
+def select(part: Pass, index: Tensor | range) -> Pass:
+    """The pass over some of the examples, given by ascending numbers; views for a range of them."""
+    examples = part.examples
+    chosen: Any = slice(index.start, index.stop) if isinstance(index, range) else index
+
+    def rows(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+            return leaf
+        if leaf.dim() == 0 or len(leaf) != examples:
+            return leaf
+        place = chosen if isinstance(chosen, slice) else chosen.to(leaf.device)
+        return keep_attributes(take(leaf, place), leaf)
+
+    def of_step(step: ModelCall | Operation) -> ModelCall | Operation:
+        args, kwargs = (_map(rows, given) for given in (step.args, step.kwargs))
+        if isinstance(step, Operation):
+            return replace(step, args=args, kwargs=kwargs)
+        return replace(
+            step, args=args, kwargs=kwargs, trace=step.trace and step.trace.select(chosen)
+        )
+
+    return replace(
+        part,
+        steps=tuple(map(of_step, part.steps)),
+        losses=tuple(_of_loss(loss, index, examples) for loss in part.losses),
+    )
+
+
+def _map(function: Callable[[Any], Any], given: Any) -> Any:
+    """`pytree.tree_map`, which is slow, but for arguments that are all there is to map."""
+    if not given:
+        return given
+    if type(given) is tuple and all(isinstance(value, Tensor) for value in given):
+        return tuple(map(function, given))
+    return pytree.tree_map(function, given)
+
+
+def _of_loss(loss: LossCall, index: Tensor | range, examples: int) -> LossCall:
+    terms = loss.terms
+    each = terms.count // examples
+    shape = torch.Size((terms.shape[0] * len(index) // examples, *terms.shape[1:]))
+    chosen: Tensor | slice
+    if isinstance(index, range):
+        chosen = slice(index.start * each, index.stop * each)
+    else:
+        like = terms.targets if terms.targets is not None else terms.weight
+        chosen = _terms(index, each)
+        chosen = chosen if like is None else chosen.to(like.device)
+    return replace(loss, terms=terms.select(chosen, shape), value=None)
+
+
+def _terms(index: Tensor, each: int) -> Tensor:
+    """The numbers of the terms of some examples, of which every one has so many."""
+    return (index.cpu()[:, None] * each + torch.arange(each)).reshape(-1)
+
+
+# ---------------------------------------------------------------------------------------------- check
+
+
+def check_examples(network: Network, batch: Batch) -> Batch:
+    """The mini-batch with the places of its examples, checked for passes of a kind not seen before."""
+    if any(call.trace is not None for part in batch.passes for call in part.calls):
+        return batch
+    with network.buffers.preserved():
+        passes = [replace(part, dims=_dims(network, part)) for part in batch.passes]
+    return replace(batch, passes=tuple(passes))
+
+
+def norms_in_training(model: nn.Module) -> list[nn.Module]:
+    """The BatchNorms that normalise by the examples that they are given."""
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
+
+
+def _dims(network: Network, part: Pass) -> ExampleDims:
+    """Where a pass has its examples."""
+    if part.examples < 2 or network.device.type == "meta":  # without storage there is no check
+        return part.dims
+    key, learned = part.signature, network.learned
+    found = learned.dims_of(key)
+    if found is None or _has_moved(network, found):
+        # Once more after a parameter that was exactly zero has moved: LoRA's B hides what is behind it.
+        zeros = _zeros(network) if found is None else frozenset[str]()
+        found = learned.dims[key] = replace(_check(network, part), zeros=zeros)
+    return found
+
+
+def _zeros(network: Network) -> frozenset[str]:
+    """The names of the parameters that are exactly zero, with one host synchronisation for all."""
+    names = [name for unit in network.units for name in unit.names]
+    parameters = [p for unit in network.units for p in unit.parameters]
+    nonzero = torch.stack([p.any() for p in parameters]).tolist()
+    return frozenset(name for name, any_ in zip(names, nonzero, strict=True) if not any_)
+
+
+def _has_moved(network: Network, dims: ExampleDims) -> bool:
+    return bool(dims.zeros) and dims.apart and not dims.zeros <= _zeros(network)
+
+
+def _check(network: Network, part: Pass) -> ExampleDims:
+    if any(terms.count % part.examples or not terms.count for terms in part.terms):
+        return ExampleDims(apart=False)
+    index = _three(part)
+    trials = [index]
+    if network.device.type != "cpu":
+        # As many as there were, first: an index into them stays in range, which a GPU does not forgive.
+        trials.insert(0, index.repeat(-(-part.examples // len(index)))[: part.examples])
+    random = RandomState.current(network.device)
+    found = ExampleDims()
+    with torch.enable_grad(), NoDropout(), _running_statistics(network.model), replay(random):
+        outputs, whole = _run(network, part)
+        for trial in trials:
+            try:
+                with replay(random), warnings.catch_warnings():
+                    # Targets that were not divided as the outputs were: torch's losses only warn.
+                    warnings.simplefilter("ignore")
+                    some = select(part, trial)
+                    own, uses = _run(network, some)
+            except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError):
+                return ExampleDims(
+                    apart=False
+                )  # what models raise that take no other number of examples
+            if not _agree(part, some, outputs, own, trial):
+                return ExampleDims(apart=False)
+            found = _places(network, whole, uses, trial, part.examples)
+    return found
+
+
+def _three(part: Pass) -> Tensor:
+    """The first, the middle and the last example, or the three shortest if the model is given lengths."""
+    examples = part.examples
+    count = min(3, examples - 1)
+    for leaf in pytree.tree_leaves([(call.args, call.kwargs) for call in part.calls]):
+        if isinstance(leaf, Tensor) and leaf.shape == (examples,) and leaf.dtype in _WHOLE:
+            # A model may return less for short sequences alone.
+            return leaf.argsort(stable=True)[:count].sort().values.cpu()
+    return torch.tensor([0, examples // 2, examples - 1][3 - count :])
+
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+_Seen = dict[int, list[tuple[Tensor, int | None]]]
+"""By unit, the outputs of its uses, (…, rows), and the dimension of the examples if the layer says it."""
+
+
+def _run(network: Network, part: Pass) -> tuple[list[Tensor], _Seen]:
+    """The outputs of a pass, and those of every use."""
+    seen: _Seen = defaultdict(list)
+
+    def watch(units: Sequence[int], outputs: Tensor, dim: int | None) -> None:
+        for n in units:
+            seen[n].append((outputs.detach(), dim))
+
+    with record_uses(network.sites, network.units, part.examples, watch=watch):
+        outputs = part.run(network.model)
+    return [z.detach() for z in outputs], seen
+
+
+@contextmanager
+def _running_statistics(model: nn.Module) -> Iterator[None]:
+    """BatchNorm by its running statistics while this lasts."""
+    training = norms_in_training(model)
+    try:
+        for norm in training:
+            norm.training = False
+        yield
+    finally:
+        for norm in training:
+            norm.training = True
+
+
+def _agree(
+    part: Pass, some: Pass, whole: Sequence[Tensor], own: Sequence[Tensor], index: Tensor
+) -> bool:
+    """Whether some of the examples have the outputs that they had among all."""
+    for terms, before, z, all_ in zip(some.terms, part.terms, own, whole, strict=True):
+        if z.shape != terms.shape:
+            return False
+        rows = _terms(index, before.count // part.examples).to(z.device)
+        if not _close(terms.matrix(z), before.matrix(all_)[rows]):
+            return False
+    return True
+
+
+def _places(
+    network: Network, whole: _Seen, some: _Seen, index: Tensor, examples: int
+) -> ExampleDims:
+    """The dimension of the examples in the outputs of all uses of every unit, if they have one."""
+    second, unknown = set[str](), set[str]()
+    for n in whole.keys() | some.keys():
+        name, pairs = network.units[n].name, [*zip(whole[n], some[n], strict=False)]
+        dims = [0, 1] if len(whole[n]) == len(some[n]) else []
+        for (all_, given), (own, _) in pairs:
+            dims = [
+                d for d in dims if _along(all_, own, index, examples, d if given is None else given)
+            ]
+        if not dims:
+            unknown.add(name)
+        elif 0 not in dims:
+            second.add(name)
+    return ExampleDims(second=frozenset(second), unknown=frozenset(unknown))
+
+
+def _along(whole: Tensor, some: Tensor, index: Tensor, examples: int, dim: int) -> bool:
+    """Whether some of the examples have the same along this dimension of the outputs as among all."""
+    if min(whole.dim(), some.dim()) - 1 <= dim or whole.shape[dim] % examples:
+        return False
+    if some.shape[dim] % len(index):
+        return False
+    all_, own = by_example(whole, examples, dim), by_example(some, len(index), dim)
+    expected = all_[index.to(all_.device)]
+    return expected.shape == own.shape and _close(own, expected)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    tolerance = TOLERANCE * torch.finfo(found.dtype).eps ** 0.5
+    size = float(expected.abs().max()) if expected.numel() else 0.0
+    return bool(((found - expected).abs() <= tolerance * (size or 1.0)).all())

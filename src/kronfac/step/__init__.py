@@ -1,0 +1,1 @@
+"""One step of K-FAC: evaluate, validate, estimate, propose, commit [MG15 §9]."""

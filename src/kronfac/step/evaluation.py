@@ -1,0 +1,428 @@
+"""Loss and gradient at θ, and the loss at θ + δ (`collect.py` makes evaluations of closures and loops).
+
+A user's closure and its micro-batches, K-FAC's own closure and a loop all end in an `Evaluation`.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kronfac.curvature import Curvature
+from kronfac.distributed import (
+    HERE,
+    OwnPart,
+    Portion,
+    World,
+    fingerprint,
+    gather_parts,
+)
+from kronfac.errors import ClosureError
+from kronfac.groups import PerParameter
+from kronfac.linalg import OuterProduct
+from kronfac.linearize import can_be_explicit
+from kronfac.linearize.by_hand import outputs_at
+from kronfac.model import Kept, Matrices, Network, RandomState, dot, replay, restore
+from kronfac.record import Batch
+from kronfac.report import EventKind
+
+LOSS_TOLERANCE = 64
+"""Relative difference, in ε of the parameters' dtype, between the loss that a closure returned and the loss
+of the calls that were seen, above which the closure computes something that K-FAC cannot see. Both are of
+the same pass: only the summation over micro-batches differs."""
+
+SAME_DIVISOR = 1e-6
+"""Relative difference up to which the parts of a rank's loss are one mean."""
+
+
+class RefusedError(Exception):
+    """This step must not be taken."""
+
+    def __init__(self, message: str = "", cause: EventKind = EventKind.NONFINITE_STEP) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The objective at θ on the examples of the mini-batch S′."""
+
+    network: Network
+    """With its layers in the order of the chain, if that matters."""
+    returned: Any
+    """What the closure returned."""
+    returned_loss: Tensor
+    """The same as a tensor without dimensions."""
+    loss: Tensor
+    """The same, but for a closure in half precision: see `in_full_precision`."""
+    weight_decay: PerParameter
+    """η."""
+    batch: Batch
+    reevaluate: Callable[[], Any] | None
+    """Calls the closure again, for losses that K-FAC cannot see; None if there is none to call."""
+    random: RandomState | None = None
+    """The generators' state before the closure was called."""
+    factors: Sequence[OuterProduct] | None = None
+    """The gradient without weight decay as outer products, if they are wanted."""
+    buffers: Sequence[Kept] = ()
+    """Buffers that forward passes write to, as they were before the closure was called."""
+    portion: Portion = HERE
+    """This rank's portion of the mini-batch. `returned`, `batch` and `factors` are its own; losses and
+    gradients are those of all ranks."""
+    clipped: float = 1.0
+    """What clipping has multiplied the gradient by; 1 if that is not known."""
+    gradients: Mapping[nn.Parameter, Tensor] | None = None
+    """Sums of the gradients of all ranks; None if those in the parameters are right already."""
+
+    @property
+    def examples(self) -> int:
+        """m, the examples on all ranks."""
+        return self.batch.examples + self.portion.examples_elsewhere
+
+    @property
+    def world(self) -> World:
+        """The ranks, each with a portion of the mini-batch."""
+        return self.portion.world
+
+    @cached_property
+    def recorded_loss(self) -> Tensor | None:
+        """The sum of the recorded loss calls, of all ranks; None if not all were recorded."""
+        own, portion = self.batch.recorded_loss, self.portion
+        if own is None or portion.alone:
+            return own
+        return None if portion.recorded_loss is None else _like(own, portion.recorded_loss)
+
+    @cached_property
+    def loss_seen(self) -> bool:
+        """Whether the loss is the sum of the recorded loss calls, so that K-FAC can compute it at θ + δ.
+
+        Otherwise the closure is called again. In a loop without a closure it always is.
+        """
+        recorded = self.recorded_loss
+        if self.reevaluate is None or recorded is None:
+            return recorded is not None
+        return self.agrees(*torch.stack([self.loss.double(), recorded.double()]).tolist())
+
+    def scaled(self, factor: float) -> "Evaluation":
+        """The evaluation with the recorded losses, of all ranks, times a factor."""
+        portion = self.portion
+        recorded = None if portion.recorded_loss is None else portion.recorded_loss * factor
+        portion = replace(portion, recorded_loss=recorded, weight=portion.weight * factor)
+        return replace(self, batch=self.batch.scaled(factor), portion=portion)
+
+    def gradient(self) -> Matrices:
+        """∇h, the weight decay's ηθ included.
+
+        A unit that this mini-batch left without a gradient has zeros, without weight decay.
+
+        Raises:
+            ClosureError: no unit has a gradient.
+        """
+        self.check_gradient()
+        gradients = []
+        for n, unit in enumerate(self.network.units):
+            given = [self.gradient_of(p) for p in unit.parameters]
+            grads = [grad for grad in given if grad is not None]
+            if n in self.without_gradient:
+                pairs = zip(given, unit.parameters, strict=True)
+                gradients.append(
+                    unit.join([torch.zeros_like(p) if g is None else g for g, p in pairs])
+                )
+            elif self.weight_decay and unit.swapped:
+                decayed = zip(grads, unit.parameters, strict=True)
+                gradients.append(unit.join([g + self.weight_decay[p] * p for g, p in decayed]))
+            elif self.weight_decay:
+                V = grads[0].new_empty(unit.shape)
+                for part, grad, p in zip(unit.split(V), grads, unit.parameters, strict=True):
+                    torch.add(grad, p, alpha=self.weight_decay[p], out=part)  # one pass over memory
+                gradients.append(V)
+            else:
+                gradients.append(unit.join(grads))
+        return tuple(gradients)
+
+    def check_gradient(self) -> None:
+        """Raise a `ClosureError` if no unit has a gradient."""
+        if len(self.without_gradient) == len(self.network.units):
+            raise ClosureError(
+                f"The closure left no gradient in {self.network.units[0].name!r} nor in any other trained "
+                "parameter: it has to call backward() on a loss that depends on them."
+            )
+
+    @cached_property
+    def without_gradient(self) -> set[int]:
+        """The numbers of the units with parameters that the closure left no gradient in."""
+        return {
+            n
+            for n, unit in enumerate(self.network.units)
+            if any(self.gradient_of(p) is None for p in unit.parameters)
+        }
+
+    def names_without_gradient(self) -> list[str]:
+        """What the closure left no gradient in: units, and parameters of those that it left some in."""
+        names = []
+        for n in sorted(self.without_gradient):
+            unit = self.network.units[n]
+            has = [self.gradient_of(p) is not None for p in unit.parameters]
+            pairs = zip(unit.names, has, strict=True)
+            names += [name for name, one in pairs if not one] if any(has) else [unit.name]
+        return names
+
+    def gradient_of(self, p: nn.Parameter) -> Tensor | None:
+        """The gradient of a parameter, of all ranks; None if this mini-batch has left none."""
+        if self.gradients is not None:
+            return self.gradients.get(p)
+        return p.grad
+
+    def agrees(self, loss: float, other: float) -> bool:
+        """Whether two losses are the same but for rounding."""
+        largest = max(abs(loss), abs(other))
+        tolerance = LOSS_TOLERANCE * torch.finfo(self.network.dtype).eps * largest
+        return math.isfinite(largest) and abs(loss - other) <= tolerance
+
+    def lost_to_clipping(self, delta: Matrices, slope: float) -> float:
+        """What M(δ) − M(0) lacks by a gradient that clipping has multiplied by c.
+
+        The objective follows the whole gradient: with g the clipped one of the loss and H = diag(η),
+        M(δ) − M(0) = gᵀδ/c + θᵀHδ + ½ δᵀ(F + λI + H)δ, whereas `slope` is gᵀδ + θᵀHδ.
+        """
+        if self.clipped == 1:
+            return 0.0
+        decay = 0.0
+        if self.weight_decay:
+            parameters = tuple(self.network.parameters)
+            parts = tuple(self.network.split(delta))
+            decay = float(dot(parameters, tuple(self.weight_decay.times(parameters, parts))))
+        return (slope - decay) * (1 / self.clipped - 1)
+
+    def loss_at(self, delta: Matrices) -> Tensor:
+        """The loss at θ + δ on the same examples, float64: by a forward pass, or by calling the closure."""
+        if self.loss_seen or self.reevaluate is None:
+            return self._over_ranks(_loss(self.network, self.batch, delta))
+        parameters = self.network.parameters
+        kept = [p.grad for p in parameters]
+        try:
+            for p in parameters:
+                p.grad = None
+            # With the first call's random numbers and buffers, or the two losses could not be compared.
+            with replay(self.random), self.network.displaced(delta), torch.enable_grad():
+                restore(self.buffers)
+                returned = self.reevaluate()
+            loss = as_loss(returned, self.network.device).double()
+            return self._over_ranks(loss * self.portion.share)
+        finally:
+            for p, grad in zip(parameters, kept, strict=True):
+                p.grad = grad
+
+    def _over_ranks(self, loss: Tensor) -> Tensor:
+        """The sum of the ranks' parts of a loss."""
+        if self.portion.alone:
+            return loss
+        return _like(loss, self.world.total([float(loss)], "loss")[0])
+
+    def change(self, delta: Matrices) -> float:
+        """h(θ + δ) − h(θ) on S′, weight decay included [MG15 §6.5]."""
+        old = self.recorded_loss if self.loss_seen else self.loss
+        assert old is not None
+        return float(self.loss_at(delta) - old.double()) + self.decay_change(delta)
+
+    def decay_change(self, delta: Matrices) -> float:
+        """η/2 (‖θ + δ‖² − ‖θ‖²) without the cancellation."""
+        if not self.weight_decay:
+            return 0.0
+        if self.weight_decay.uniform:
+            theta = self.network.theta()
+            return self.weight_decay.usual * float(dot(theta, delta) + dot(delta, delta) / 2)
+        parameters = tuple(self.network.parameters)
+        parts = tuple(self.network.split(delta))
+        weighted = tuple(self.weight_decay.times(parameters, parts))
+        return float(dot(parameters, weighted) + dot(parts, weighted) / 2)
+
+    @property
+    def resolution(self) -> float:
+        """The loss below which its gradient is rounding error."""
+        eps = torch.finfo(self.network.dtype).eps
+        if not self.portion.alone:
+            return self.portion.weight * eps
+        terms = [terms for part in self.batch.passes for terms in part.terms]
+        return sum(t.total_weight for t in terms if t.likelihood.saturates) * eps
+
+
+@dataclass(frozen=True)
+class Point:
+    """An evaluation with its gradient, which takes memory that a validation can do without."""
+
+    evaluation: Evaluation
+    gradient: Matrices
+    """∇h, weight decay included."""
+
+    @classmethod
+    def of(cls, evaluation: Evaluation) -> "Point":
+        """With the gradient that the closure left, summed over all ranks."""
+        return cls(evaluation, evaluation.gradient())
+
+    def check_finite(self, curvature: Curvature) -> None:
+        """Raise `RefusedError` with the first cause of non-finite numbers, if there is one."""
+        loss, units = self.evaluation.loss, self.evaluation.network.units
+        if not bool(loss.isfinite()):
+            raise RefusedError(f"The loss is {float(loss)}.", EventKind.NONFINITE_LOSS)
+        for unit, V in zip(units, self.gradient, strict=True):
+            if not bool(V.isfinite().all()):
+                cause = EventKind.NONFINITE_GRADIENT
+                raise RefusedError(f"The gradient of {unit.name!r} is not finite.", cause)
+        for unit, block in zip(units, curvature.blocks, strict=True):
+            if not all(bool(number.isfinite()) for number in block.probe()):
+                cause = EventKind.NONFINITE_STATISTICS
+                raise RefusedError(f"The statistics of {unit.name!r} are not finite.", cause)
+
+
+def in_full_precision(evaluation: Evaluation) -> Evaluation:
+    """For a closure in half precision: with the loss as K-FAC's own passes find it, if they can.
+
+    The change of the loss with a step is the difference of two such; in half precision it would be rounding
+    error. By how much `returned_loss` differs counts as noise when the step is validated: so does the
+    gradient.
+    """
+    if not evaluation.loss_seen:
+        return evaluation
+    passes = []
+    for part in evaluation.batch.passes:
+        with evaluation.network.buffers.preserved():
+            outputs = part.run(evaluation.network.model)
+        losses = tuple(
+            replace(loss, value=loss.evaluate(z))
+            for loss, z in zip(part.losses, outputs, strict=True)
+        )
+        passes.append(replace(part, losses=losses))
+    batch = replace(evaluation.batch, passes=tuple(passes))
+    loss, portion = batch.recorded_loss, evaluation.portion
+    assert loss is not None
+    if not portion.alone:
+        total = portion.world.total([float(loss)], "loss")[0]
+        loss, portion = _like(loss, total), replace(portion, recorded_loss=total)
+    return replace(evaluation, loss=loss, batch=batch, portion=portion)
+
+
+def join_ranks(
+    world: World,
+    found: Evaluation | None,
+    *,
+    iteration: int,
+    averaged: bool | None,
+    sums: bool = True,
+) -> tuple[Evaluation | None, bool | None]:
+    """Join the ranks' evaluations of their own examples.
+
+    Args:
+        world: the ranks.
+        found: this rank's own evaluation.
+        iteration: of the step; in the first, the ranks have to have the same parameters.
+        averaged: whether something averages gradients over the ranks, as DistributedDataParallel does; None
+            to find out.
+        sums: whether gradients are wanted; the same on all ranks.
+
+    Returns:
+        The evaluation on all ranks' examples, None if a rank has nothing to take a step from; and whether
+        gradients are averaged, if that is known now.
+
+    Raises:
+        RankError: another rank has failed, or trains another network or from other parameters.
+    """
+    if world.size == 1:
+        return found, averaged
+    own = OwnPart(0.0) if found is None else _own_part(found, iteration, averaged)
+    portion = gather_parts(world, own, averaged)
+    if found is None or portion is None:
+        return None, averaged
+    gradients = None
+    if sums and (found.batch.traced or not portion.averaged):
+        # Nothing averages the gradients of K-FAC's own backward pass.
+        gradients = _sum_gradients(found, portion)
+    joined = replace(
+        found,
+        batch=found.batch.scaled(portion.share),
+        returned_loss=_like(found.returned_loss, portion.returned_loss),
+        loss=_like(found.loss, portion.loss),
+        factors=None,  # of this rank's examples alone
+        portion=portion,
+        gradients=gradients,
+    )
+    return joined, portion.averaged
+
+
+def _own_part(evaluation: Evaluation, iteration: int, averaged: bool | None) -> OwnPart:
+    batch, network = evaluation.batch, evaluation.network
+    seen = batch.recorded_loss
+    divisors = [terms.divisor for part in batch.passes for terms in part.terms]
+    same = all(math.isclose(d, divisors[0], rel_tol=SAME_DIVISOR) for d in divisors)
+    units = (f"{u.names} {u.block.describe(*u.shape)} {u.shape}" for u in network.units)
+    description = "\n".join([*units, str(list(network.links))])
+    gradients = [p.grad for p in network.parameters if p.grad is not None]
+    return OwnPart(
+        found=1.0,
+        examples=float(batch.examples),
+        terms=float(batch.most_terms),
+        seen=float(seen is not None),
+        summed=float(batch.summed),
+        divisor=divisors[0] if same else math.nan,
+        returned_loss=float(evaluation.returned_loss),
+        loss=float(evaluation.loss),
+        recorded_loss=0.0 if seen is None else float(seen),
+        weight=evaluation.resolution / torch.finfo(network.dtype).eps,
+        explicit=float(can_be_explicit(network, batch)),
+        network=float(zlib.crc32(description.encode())),
+        parameters=fingerprint(network.parameters) if iteration == 1 else 0.0,
+        gradient=fingerprint(gradients) if averaged is None else 0.0,
+    )
+
+
+def _sum_gradients(found: Evaluation, portion: Portion) -> Mapping[nn.Parameter, Tensor]:
+    """Σ_r share_r ∇h_r over the ranks r, for all parameters in which any rank has a gradient."""
+    parameters = found.network.parameters
+    own = [found.gradient_of(p) for p in parameters]
+    # With the same layout in memory on all ranks: products of other layouts differ by rounding.
+    sums = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in parameters]
+    for total, grad in zip(sums, own, strict=True):
+        if grad is not None:
+            torch.mul(grad, portion.share, out=total)
+    ranks = portion.world.sum(sums, "gradient", numbers=[float(g is not None) for g in own])
+    return {p: total for p, total, n in zip(parameters, sums, ranks, strict=True) if n}
+
+
+def _like(tensor: Tensor, number: float) -> Tensor:
+    """A float64 number on the device of a tensor."""
+    return torch.tensor(number, dtype=torch.float64, device=tensor.device)
+
+
+@torch.no_grad()
+def _loss(network: Network, batch: Batch, delta: Matrices) -> Tensor:
+    """The objective at θ + δ by forward passes, float64."""
+    parts: list[Tensor] = []
+    others = []
+    for part in batch.passes:
+        outputs = outputs_at(network, part, delta)
+        if outputs is None:
+            others.append(part)
+        else:
+            parts.append(part.losses[0].evaluate(outputs))
+    if others:
+        with network.displaced(delta):
+            for part in others:
+                pairs = zip(part.losses, part.run(network.model), strict=True)
+                parts += [loss.evaluate(z) for loss, z in pairs]
+    return torch.stack(parts).sum()
+
+
+def as_loss(returned: Any, device: torch.device) -> Tensor:
+    """What the closure returned as a tensor without dimensions; a Python number is float64."""
+    dtype = torch.float64 if isinstance(returned, float) else None
+    try:
+        return torch.as_tensor(returned, dtype=dtype, device=device).detach().reshape(())
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ClosureError(
+            f"The closure has to return the loss, one number; got {returned!r}."
+        ) from error

@@ -1,0 +1,262 @@
+"""One step, in running order: evaluate, validate the last step, compute, commit.
+
+Everything before the commit works on copies: the state is a value, and so is the network but for what its
+passes show, which is copied.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kronfac.check import NOT_ZEROED_WARNING, check
+from kronfac.control import Pending
+from kronfac.distributed import World
+from kronfac.groups import PerParameter
+from kronfac.model import restore
+from kronfac.model.precision import Context, full_precision
+from kronfac.report import REJECTED_BY, Event, EventKind, StepReport, Stopwatch
+from kronfac.step.collect import evaluate_closure, evaluate_loop
+from kronfac.step.commit import Snapshot, Stepping, all_or_nothing, uninterrupted
+from kronfac.step.compute import Transition, agree, compute_step
+from kronfac.step.evaluation import Evaluation, Point, RefusedError, join_ranks
+from kronfac.step.grad_scaler import Scaling
+from kronfac.step.state import State
+from kronfac.step.validation import Validation, validate
+from kronfac.warn import warn
+
+Closure = Callable[[], Any]
+
+
+def take_step(optimizer: Stepping, closure: Closure | None, changed: bool) -> Any:
+    """Take one step; after an exception or Ctrl-C everything is as it was before, or after the step.
+
+    Args:
+        optimizer: a `KFAC`.
+        closure: computes loss and gradients; None to go by the gradients that there are.
+        changed: whether somebody has written to the parameters since the last step.
+    """
+    with all_or_nothing(optimizer) as snapshot:
+        ended, returned = _end_loop(optimizer, closure, snapshot)
+        closure = None if ended else closure
+        device = optimizer.network.device
+        with full_precision(device) as callers, optimizer._recorder.paused():
+            step = _Attempt(optimizer, snapshot, callers)
+            evaluation = step.evaluate(closure, ended)
+            if evaluation is None:
+                optimizer._recorder.step()
+                return returned
+            last = step.validate(evaluation)
+            if last.rejected is not None:
+                step.roll_back(evaluation, last.rejected, changed)
+                if closure is None:  # the gradient is that of a point that has been left
+                    step.skip(evaluation, last)
+                    return returned
+                evaluation = step.evaluate_again(closure)
+            outcome = step.compute(evaluation, last.outlier)
+            agree(evaluation, outcome)
+            step.commit(evaluation, outcome, last)
+    return returned if ended else evaluation.returned
+
+
+def _end_loop(optimizer: Stepping, closure: Closure | None, snapshot: Snapshot) -> tuple[bool, Any]:
+    """Whether a closure, which is called, has the last of several micro-batches; and what it returned.
+
+    If it drops the gradients before it, these were not for this step: it will be called again.
+    """
+    earlier = optimizer._recorder.records
+    if closure is None or not earlier:
+        return False, None
+    snapshot.keep_gradients()
+    with torch.enable_grad():
+        returned = closure()
+    kept = {id(record) for record in optimizer._recorder.records}
+    if all(id(record) in kept for record in earlier):
+        return True, returned
+    return False, None
+
+
+class _Attempt:
+    """A step that is being made, with the network and the state that it will leave.
+
+    Args:
+        optimizer: a `KFAC`, which stays as it is until the commit.
+        snapshot: of it.
+        callers: the caller's autocast, for closures.
+    """
+
+    def __init__(self, optimizer: Stepping, snapshot: Snapshot, callers: Context) -> None:
+        self.optimizer, self.snapshot, self.callers = optimizer, snapshot, callers
+        self.settings = optimizer.settings
+        old = optimizer.network
+        self.network = replace(old, learned=old.learned.copy())
+        self.state: State = optimizer._state
+        self.watch = Stopwatch()
+        self._buffers = self.network.buffers.snapshot()
+
+    def evaluate(self, closure: Closure | None, ended: bool = False) -> Evaluation | None:
+        """Loss and gradient at θ; None if there is nothing to take a step from."""
+        with self.watch("gradient"):
+            return self._evaluate_loop(ended) if closure is None else self._evaluate(closure)
+
+    def evaluate_again(self, closure: Closure) -> Evaluation:
+        """Loss and gradient where a rejected step has come from."""
+        for p in self.network.parameters:
+            p.grad = None  # or the closure would add to them
+        restore(self._buffers)
+        with self.watch("gradient"):
+            return self._evaluate(closure)
+
+    def _evaluate(self, closure: Closure) -> Evaluation:
+        own = evaluate_closure(
+            closure,
+            self.optimizer.model,
+            self.network,
+            weight_decay=self._per_parameter("weight_decay"),
+            inverse=self.settings.inverse,
+            callers=self.callers,
+        )
+        evaluation = self._join_ranks(own)
+        assert evaluation is not None
+        return self._checked(evaluation)
+
+    def _evaluate_loop(self, ended: bool) -> Evaluation | None:
+        optimizer = self.optimizer
+        scaling = Scaling.of(optimizer)
+        if scaling.scale is not None:
+            self.snapshot.keep_gradients()
+        own = evaluate_loop(
+            optimizer._recorder,
+            self.network,
+            weight_decay=self._per_parameter("weight_decay"),
+            inverse=self.settings.inverse,
+            scaling=scaling,
+            ended_by_closure=ended,
+        )
+        evaluation = self._join_ranks(own)
+        if evaluation is None:
+            return None
+        if optimizer._recorder.watch.added_to_old:
+            self._warn_once({"zero_grad": NOT_ZEROED_WARNING})
+            return evaluation
+        return self._checked(evaluation, scaling.unscaled)
+
+    def _join_ranks(self, own: Evaluation | None) -> Evaluation | None:
+        iteration, optimizer = self.state.iteration + 1, self.optimizer
+        evaluation, optimizer._wrapped = join_ranks(
+            World.current(), own, iteration=iteration, averaged=optimizer._wrapped
+        )
+        return evaluation
+
+    def _checked(self, evaluation: Evaluation, unscaled: bool = False) -> Evaluation:
+        """The evaluation as the step may take it, by `kronfac.check`."""
+        measures, iteration = self.settings.damping.measures, self.state.iteration + 1
+        with self.network.buffers.preserved():
+            found, gradients = check(
+                evaluation,
+                self.state.gradients,
+                iteration,
+                unscaled=unscaled,
+                measured=measures(iteration) == "own" or measures(iteration + 1) == "next",
+                left_out=self.optimizer._left_out,
+            )
+        self.state = replace(self.state, gradients=gradients)
+        self._warn_once(found.warnings)
+        return found.evaluation
+
+    def _warn_once(self, messages: dict[str, str]) -> None:
+        for kind, message in messages.items():
+            if kind not in self.optimizer._warned:
+                self.optimizer._warned.add(kind)
+                warn(message)
+
+    def validate(self, evaluation: Evaluation) -> Validation:
+        """The last step on this mini-batch, before a new one is computed."""
+        with self.watch("reduction_ratio"), evaluation.network.buffers.preserved():
+            last = validate(self.settings, evaluation, self.state)
+        self.state = last.state
+        if last.event is not None and self.optimizer._recorder.watch.added_to_old:
+            last = replace(last, event=replace(last.event, advice=REJECTED_BY["gradients"]))
+        return last
+
+    def roll_back(self, evaluation: Evaluation, rejected: Pending, changed: bool) -> None:
+        """θ ← θ − δ, of the step that is rejected."""
+        if rejected.kept is not None and not changed:
+            evaluation.network.place(rejected.kept.theta)
+        else:
+            evaluation.network.move(rejected.delta, -1.0)
+
+    def compute(self, evaluation: Evaluation, outlier: bool) -> Transition | RefusedError:
+        """The step from this mini-batch, or why there is none."""
+        with self.watch("gradient"):
+            point = Point.of(evaluation)
+        try:
+            with evaluation.network.buffers.preserved():
+                return compute_step(
+                    self.settings,
+                    point,
+                    self.state,
+                    self.watch,
+                    outlier=outlier,
+                    rates=self._per_parameter("lr"),
+                )
+        except RefusedError as refusal:
+            return refusal
+
+    def commit(
+        self, evaluation: Evaluation, outcome: Transition | RefusedError, last: Validation
+    ) -> None:
+        """θ ← θ + δ with the state after it; a refused step leaves both as they were before it."""
+        with self.watch("commit"), uninterrupted():
+            if isinstance(outcome, RefusedError):
+                causes = Event(outcome.cause, str(outcome)), Event(EventKind.REFUSED, str(outcome))
+                # What was found out about loop and network in it does not count.
+                self.state = replace(self.state, gradients=self.optimizer._state.gradients)
+                self._become(self._report(evaluation, last, causes))
+                return
+            network, report = evaluation.network, outcome.report
+            network.learned.compared = True
+            network.learned.placement = network.placement
+            if self._per_parameter("lr"):  # or nothing moves, not even a zero's sign
+                network.move(outcome.delta)
+            self.optimizer.network, self.state = network, outcome.state
+            events = () if last.event is None else (last.event,)
+            self._become(replace(report, next_rho=last.rho, events=events + report.events))
+            # Not before: nobody would want the refresh of a step that is not taken.
+            if outcome.state.refresh is not None:
+                outcome.state.refresh.outcomes.begin()
+
+    def skip(self, evaluation: Evaluation, last: Validation) -> None:
+        """Commit the rejection of the last step; this mini-batch's gradient is not used."""
+        with uninterrupted():
+            self.optimizer.network = self.network
+            self._become(self._report(evaluation, last, ()))
+
+    def _become(self, report: StepReport) -> None:
+        """Replace the optimizer's state."""
+        optimizer = self.optimizer
+        optimizer.report = report
+        optimizer._become(self.state)
+        optimizer._recorder.step()
+        self.snapshot.committed = True
+
+    def _report(
+        self, evaluation: Evaluation, last: Validation, events: tuple[Event, ...]
+    ) -> StepReport:
+        """What is known if no step is taken."""
+        gamma = self.state.gamma
+        return StepReport(
+            iteration=self.state.iteration + 1,
+            loss=float(evaluation.returned_loss),
+            lambda_=self.state.damping.lambda_,
+            gamma=math.nan if gamma is None else gamma.gamma,
+            next_rho=last.rho,
+            examples=evaluation.examples,
+            seconds=self.watch.seconds,
+            events=(() if last.event is None else (last.event,)) + events,
+        )
+
+    def _per_parameter(self, key: str) -> PerParameter:
+        return PerParameter.of_groups(self.optimizer.param_groups, key)

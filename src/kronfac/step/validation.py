@@ -1,0 +1,81 @@
+"""The last step, validated on the mini-batch of this one [MG15 §6.5], before a new one is computed.
+
+Pure; θ is rolled back by `take.py` if the step is rejected.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from kronfac.control import Losses, Pending, Verdict
+from kronfac.report import REJECTED_BY, Event, EventKind
+from kronfac.settings import Settings
+from kronfac.step.evaluation import Evaluation
+from kronfac.step.measure import measure
+from kronfac.step.state import State
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What the mini-batch says of the last step."""
+
+    state: State
+    """With λ moved, and nothing left to validate, if the step was validated; if rejected, as before it."""
+    rho: float | None = None
+    """See `Verdict`."""
+    rejected: Pending | None = None
+    """The step to be rolled back."""
+    event: Event | None = None
+    outlier: bool = False
+    """Whether the mini-batch itself is an outlier, so that a step from it has to be validated too."""
+
+
+def validate(settings: Settings, evaluation: Evaluation, state: State) -> Validation:
+    """The last step by h(θ) and h(θ − δ) on this mini-batch, if it is its turn or the loss calls for it."""
+    pending, acceptance = state.acceptance.pending, settings.acceptance
+    if pending is None:
+        return Validation(state)
+    loss, penalty = _read(evaluation)
+    m = measure(evaluation, state)
+    found = replace(m, loss=loss)
+    in_turn = pending.validate or settings.damping.measures(m.iteration) == "next"
+    if not in_turn and not acceptance.suspects(state.acceptance, found, penalty):
+        return Validation(state)
+    unvalidated = Validation(state, outlier=acceptance.suspects(state.acceptance, found))
+    if pending.predicted_change == 0:
+        return unvalidated
+    back = tuple(V.neg() for V in pending.delta)
+    losses = Losses(
+        after=float(evaluation.loss),
+        before=float(evaluation.loss_at(back)),
+        penalty_change=-evaluation.decay_change(back),
+    )
+    verdict = acceptance.validate(state.acceptance, m, losses)
+    if verdict is None:
+        return unvalidated
+    return _validation(settings, state, pending, verdict, unvalidated.outlier)
+
+
+def _read(evaluation: Evaluation) -> tuple[float, float]:
+    """The loss as it was returned and ½ Σ_p η_p ‖p‖², in one synchronisation with the device."""
+    eta, parameters = evaluation.weight_decay, evaluation.network.parameters
+    if not eta:
+        return float(evaluation.returned_loss), 0.0
+    squares = [torch.dot(p, p) for p in (p.detach().reshape(-1) for p in parameters)]
+    loss, *norms = torch.stack([s.double() for s in (evaluation.returned_loss, *squares)]).tolist()
+    return loss, sum(eta[p] / 2 * norm for p, norm in zip(parameters, norms, strict=True))
+
+
+def _validation(
+    settings: Settings, state: State, pending: Pending, verdict: Verdict, outlier: bool
+) -> Validation:
+    damping = settings.damping.update(state.damping, verdict.measurement)
+    after = replace(state, acceptance=verdict.state, damping=damping)
+    if verdict.cause is None:
+        return Validation(after, verdict.rho, outlier=outlier)
+    # What the step taught is kept: statistics and inverse, a larger λ.
+    momentum = None if pending.kept is None else pending.kept.momentum
+    after = replace(after, step=replace(state.step, momentum=momentum))
+    message = f"The last step is rejected: {verdict.cause}"
+    event = Event(EventKind.REJECTED, message, REJECTED_BY[verdict.reason])
+    return Validation(after, verdict.rho, pending, event)

@@ -1,0 +1,62 @@
+"""Inverses that several ranks have made: repairs, failures of one rank, saved states."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.inverse_faults import CASES, FAULTS, RESUMED, SIZE
+from tests.distributed.test_equal_steps import TOLERANCE, run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inverses")
+    repaired = [name for name in CASES if name.startswith("repaired")]
+    run(folder, repaired, (1,))
+    return run(folder, CASES, (SIZE,))
+
+
+def load(folder: Path, name: str, size: int = SIZE) -> list[dict[str, Any]]:
+    files = [folder / f"{name}-{size}-{rank}.pt" for rank in range(size)]
+    return [torch.load(file, weights_only=True) for file in files]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_unit_without_an_inverse_gets_what_it_would_in_one_process(
+    folder: Path, fault: str
+) -> None:
+    (one,) = load(folder, f"repaired-{fault}", 1)
+    ranks = load(folder, f"repaired-{fault}")
+    theta, expected = ranks[0]["parameters"], one["parameters"]
+    for rank in ranks:
+        assert torch.equal(rank["parameters"], theta)
+    assert float((theta - expected).norm() / expected.norm()) <= TOLERANCE
+    assert one["events"] == ranks[0]["events"]
+    assert one["events"]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_saved_state_goes_on_bit_for_bit(folder: Path, name: str) -> None:
+    ranks = load(folder, f"resumed-{name}")
+    for rank in ranks:
+        for theta in rank["found"].values():
+            assert torch.equal(theta, ranks[0]["found"]["itself"])
+        assert rank["saved"] == ranks[0]["saved"]
+
+
+def test_a_rank_that_fails_in_a_product_makes_all_give_up_the_step(folder: Path) -> None:
+    *others, broken = load(folder, "product_raises")
+    assert broken["said"].startswith("BrokenError")
+    for rank in others:
+        assert rank["said"].startswith(f"RankError: Rank {SIZE - 1} has failed")
+    for rank in (*others, broken):
+        assert not rank["moved"]
+        assert torch.equal(rank["disturbed"], rank["undisturbed"])
+
+
+def test_a_state_is_asked_for_on_all_ranks(folder: Path) -> None:
+    for rank in load(folder, "one_saves"):
+        assert "different places" in rank["said"]
+        assert "state_dict()" in rank["said"]

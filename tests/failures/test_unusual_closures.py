@@ -1,0 +1,218 @@
+"""Closures and models that are legitimate and unusual: right, or a warning that says what is not seen."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import kronfac
+from kronfac import KFAC, FixedDamping, FixedGamma, LevenbergMarquardtRule
+from tests.conftest import mlp, normal
+from tests.failures.steps import FIXED, closure_of
+
+X, Y = normal(12, 4), normal(12, 3, seed=1)
+CLASSES = torch.randint(3, (12,), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(ignore_index=1),
+        nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 4.0], dtype=torch.float64)),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 2, 5])
+def test_chunks_have_the_mean_of_the_whole(loss, chunk):
+    model = mlp([4, 5, 3])
+    optimizer = KFAC(model, loss)
+    expected = loss(model(X), CLASSES)
+    gradient = torch.autograd.grad(expected, list(model.parameters()))
+    found = optimizer.closure(X, CLASSES, chunk=chunk)()
+    torch.testing.assert_close(found, expected.detach(), check_dtype=False)
+    for p, g in zip(model.parameters(), gradient, strict=True):
+        torch.testing.assert_close(p.grad, g)
+
+
+def masked(model: nn.Module) -> Tensor:
+    z = model(X)
+    z[:, 0] = -1.0
+    return F.cross_entropy(z, CLASSES)
+
+
+def through_a_view(model: nn.Module) -> Tensor:
+    z = model(X)
+    z[:, :2].mul_(5)
+    return F.cross_entropy(z, CLASSES)
+
+
+def into_its_own(model: nn.Module) -> Tensor:
+    t = torch.zeros(12, 3, dtype=torch.float64)
+    t += model(X)
+    return F.cross_entropy(t, CLASSES)
+
+
+@pytest.mark.parametrize("objective", [masked, through_a_view, into_its_own])
+def test_outputs_that_are_written_to_in_place_are_seen(objective):
+    optimizer = KFAC(mlp([4, 5, 3]), nn.CrossEntropyLoss())
+    closure = closure_of(optimizer, objective)
+    first = float(closure().detach())
+    for _ in range(20):
+        loss = optimizer.step(closure)
+        assert "loss_not_seen" not in {str(event.kind) for event in optimizer.report.events}
+    assert float(loss.detach()) < 0.8 * first
+
+
+def test_a_loss_that_is_divided_in_place_is_seen():
+    loss = nn.MSELoss()
+    optimizer = KFAC(mlp([4, 5, 3]), loss)
+
+    def objective(model: nn.Module) -> Tensor:
+        value = loss(model(X), Y)
+        value /= 2
+        return value
+
+    optimizer.step(closure_of(optimizer, objective))
+    assert not optimizer.report.events
+
+
+def test_rho_of_a_loss_that_is_observed_has_the_masks_of_the_closure():
+    torch.manual_seed(0)
+    model = nn.Sequential(*mlp([4, 16]), nn.Dropout(0.5), *mlp([16, 3], seed=1))
+    optimizer = KFAC(
+        model,
+        kronfac.Gaussian(),
+        damping=LevenbergMarquardtRule(1e3, interval=1),
+        gamma=FixedGamma(1.0),
+    )
+
+    def objective(model: nn.Module) -> Tensor:
+        z = kronfac.observe(model(X), kronfac.Gaussian(variance=0.5), scale=1 / 36)
+        return (z - Y).square().mean()
+
+    for _ in range(5):
+        before = torch.get_rng_state()
+        optimizer.step(closure_of(optimizer, objective))
+        assert 0.5 < optimizer.report.rho < 2.5  # with other masks it is anything
+        after = torch.get_rng_state()
+        torch.set_rng_state(before)
+        model(X)
+        assert torch.equal(torch.get_rng_state(), after)  # the closure's own pass, and no other
+
+
+def test_buffers_under_autocast_are_those_of_one_pass():
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    loss = nn.MSELoss()
+    optimizer = KFAC(model, loss)
+    x, y = X.float(), Y.float()
+    for step in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            optimizer.step(closure_of(optimizer, lambda model: loss(model(x).float(), y)))
+        assert int(model[1].num_batches_tracked) == step + 1
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, 3, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](x)
+
+
+def test_units_that_some_passes_do_not_use_have_the_mean_of_the_others():
+    model, loss = TwoHeads(), nn.MSELoss()
+    optimizer = KFAC(model, loss, **FIXED)
+    optimizer.step(
+        closure_of(optimizer, lambda model: loss(model(X, 0), Y) + loss(model(2 * X, 1), Y))
+    )
+    for block, x in zip(optimizer._state.curvature.blocks, (X, 2 * X), strict=True):
+        homogeneous = torch.cat([x, torch.ones(12, 1, dtype=x.dtype)], dim=1)
+        torch.testing.assert_close(block.A, homogeneous.mT @ homogeneous / 12)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp([4, 5, 3])
+        self.scale = nn.Parameter(torch.full((3,), 2.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def test_a_parameter_that_acts_outside_of_the_model_is_part_of_the_curvature():
+    """The curvature along the step equals that of the same product inside of the model."""
+    found = []
+    for inside in (True, False):
+        model, loss = Scaled(), nn.MSELoss()
+        if inside:
+            model.forward = lambda x, m=model: m.net(x) * m.scale
+        optimizer = KFAC(model, loss, damping=FixedDamping(0.1), gamma=FixedGamma(0.3))
+
+        def objective(model: nn.Module, inside: bool = inside, loss: nn.Module = loss) -> Tensor:
+            return loss(model(X) if inside else model(X) * model.scale, Y)
+
+        optimizer.step(closure_of(optimizer, objective))
+        found.append((optimizer.report.predicted_change, optimizer.report.alpha))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+class Detached(nn.Module):
+    """One of the calls of its layer has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, dtype=torch.float64)
+        self.out = nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.layer(x)
+        return self.out(torch.tanh(self.layer(x)) + target.detach() * 0)
+
+
+def test_a_use_without_a_gradient_does_not_count():
+    model, loss = Detached(), nn.MSELoss()
+    optimizer = KFAC(model, loss)
+    for _ in range(5):
+        optimizer.step(closure_of(optimizer, lambda model: loss(model(X), Y)))
+
+
+def test_tied_layers_one_with_a_bias():
+    first, last = (nn.Linear(4, 4, bias=bias, dtype=torch.float64) for bias in (True, False))
+    last.weight = first.weight
+    optimizer = KFAC(nn.Sequential(first, nn.Tanh(), last), nn.MSELoss())
+    y = normal(12, 4, seed=3)
+    losses = [float(optimizer.step(optimizer.closure(X, y))) for _ in range(10)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_gradient_of_another_scale_is_known_to_every_step():
+    loss = nn.MSELoss()
+    model = mlp([4, 5, 3])
+    optimizer = KFAC(model, loss, **FIXED)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(model(X), Y)
+        value.backward()
+        for p in model.parameters():
+            p.grad *= 0.01
+        return value
+
+    optimizer.step(closure)  # one step does not tell a scale from clipping
+    with pytest.warns(UserWarning, match="0.01 times"):
+        optimizer.step(closure)
+    traces = []
+    for _ in range(4):
+        optimizer.step(closure)
+        traces.append(float(optimizer._state.curvature.blocks[-1].G.trace()))
+    assert max(traces) < 2 * min(traces)
+
+
+def test_a_loss_that_is_maximised_is_refused_by_name():
+    loss = nn.MSELoss()
+    optimizer = KFAC(mlp([4, 5, 3]), loss)
+    closure = closure_of(optimizer, lambda model: loss(model(X), Y) - 0.1 * loss(model(X), 2 * Y))
+    with pytest.raises(kronfac.KronfacError, match=r"factor -0\.1"):
+        optimizer.step(closure)

@@ -1,0 +1,271 @@
+"""Every layer's uses against autograd: the gradient, and that of every example."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.testing import assert_close
+
+from kronfac.curvature import KroneckerBlock
+from kronfac.model import find_units, record_uses
+from kronfac.testing import check_adapter
+from tests.conftest import ALGEBRA, normal
+
+N = 3
+
+
+def indices(*shape: int, size: int = 7) -> torch.Tensor:
+    return torch.randint(size, shape, generator=torch.Generator().manual_seed(1))
+
+
+CONVOLUTIONS = {
+    "1d": (lambda: nn.Conv1d(2, 3, 3), (N, 2, 9)),
+    "2d": (lambda: nn.Conv2d(2, 3, (3, 2)), (N, 2, 6, 5)),
+    "3d": (lambda: nn.Conv3d(2, 3, 2), (N, 2, 4, 3, 5)),
+    "without bias": (lambda: nn.Conv2d(2, 3, 3, bias=False), (N, 2, 6, 5)),
+    "stride": (lambda: nn.Conv2d(2, 3, 3, stride=(2, 3)), (N, 2, 8, 9)),
+    "padding": (lambda: nn.Conv2d(2, 3, 3, padding=(1, 2)), (N, 2, 6, 5)),
+    "same": (lambda: nn.Conv2d(2, 3, (3, 5), padding="same"), (N, 2, 6, 5)),
+    "valid": (lambda: nn.Conv2d(2, 3, 3, padding="valid"), (N, 2, 6, 5)),
+    "circular": (
+        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+        (N, 2, 6, 5),
+    ),
+    "reflect": (lambda: nn.Conv1d(2, 3, 3, padding=2, padding_mode="reflect"), (N, 2, 9)),
+    "replicate": (lambda: nn.Conv1d(2, 3, 3, padding=2, padding_mode="replicate"), (N, 2, 9)),
+    "dilation": (lambda: nn.Conv2d(2, 3, 3, dilation=(1, 2)), (N, 2, 6, 9)),
+    "groups": (lambda: nn.Conv2d(4, 6, 3, groups=2), (N, 4, 6, 5)),
+    "depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4, padding=1), (N, 4, 6, 5)),
+    "depthwise, multiplied": (lambda: nn.Conv1d(4, 8, 3, groups=4, bias=False), (N, 4, 9)),
+    "one by one": (lambda: nn.Conv2d(4, 3, 1), (N, 4, 3, 3)),
+    "transposed 1d": (lambda: nn.ConvTranspose1d(2, 3, 3), (N, 2, 5)),
+    "transposed 2d": (lambda: nn.ConvTranspose2d(2, 3, (3, 2), stride=2), (N, 2, 4, 3)),
+    "transposed 3d": (lambda: nn.ConvTranspose3d(2, 3, 2), (N, 2, 3, 2, 3)),
+    "transposed, all options": (
+        lambda: nn.ConvTranspose2d(2, 3, 3, stride=3, padding=2, output_padding=1, dilation=2),
+        (N, 2, 4, 4),
+    ),
+    "transposed, outputs that no input reaches": (
+        lambda: nn.ConvTranspose1d(2, 3, 2, stride=2, output_padding=2, dilation=3),
+        (N, 2, 4),
+    ),
+    "transposed, groups": (
+        lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2, padding=1),
+        (N, 4, 3, 3),
+    ),
+    "transposed, without bias": (lambda: nn.ConvTranspose1d(4, 2, 3, bias=False), (N, 4, 5)),
+}
+NORMS = {
+    "LayerNorm": (lambda: nn.LayerNorm(5), (N, 4, 5)),
+    "LayerNorm of two": (lambda: nn.LayerNorm((4, 5)), (N, 2, 4, 5)),
+    "LayerNorm without bias": (lambda: nn.LayerNorm(5, bias=False), (N, 5)),
+    "RMSNorm": (lambda: nn.RMSNorm(5), (N, 4, 5)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 6), (N, 6, 4)),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(4, affine=True), (N, 4, 6)),
+    "InstanceNorm2d": (
+        lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        (N, 4, 3, 3),
+    ),
+    "BatchNorm1d in eval()": (lambda: nn.BatchNorm1d(4).eval(), (N, 4)),
+    "BatchNorm2d in eval()": (lambda: nn.BatchNorm2d(4).eval(), (N, 4, 3, 2)),
+    "PReLU": (nn.PReLU, (N, 4, 2)),
+    "PReLU per channel": (lambda: nn.PReLU(4), (N, 4, 2)),
+}
+
+
+def perturbed(module: nn.Module) -> nn.Module:
+    """With other scales than 1 and shifts than 0."""
+    with torch.no_grad():
+        for i, p in enumerate(module.parameters()):
+            p.add_(0.3 * normal(*p.shape, seed=i).to(p.dtype))
+    return module
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution(name):
+    make, shape = CONVOLUTIONS[name]
+    check_adapter(perturbed(make()), normal(*shape))
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_normalisation_or_another_elementwise_layer(name):
+    make, shape = NORMS[name]
+    check_adapter(perturbed(make()), normal(*shape))
+
+
+@pytest.mark.parametrize("module", [nn.BatchNorm1d, nn.BatchNorm2d], ids=lambda m: m.__name__)
+def test_batch_norm_in_training(module):
+    """The gradient of scale and shift is a sum over examples, whatever couples their inputs."""
+    shape = (N, 4) if module is nn.BatchNorm1d else (N, 4, 2, 2)
+    check_adapter(perturbed(module(4)), normal(*shape))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"padding_idx": 2}, {"padding_idx": -1}, {"max_norm": 1.0}], ids=str
+)
+@pytest.mark.parametrize("shape", [(N,), (N, 4), (N, 2, 3)], ids=str)
+def test_an_embedding(shape, options):
+    check_adapter(nn.Embedding(7, 5, **options), indices(*shape))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_of_embeddings(mode):
+    check_adapter(nn.EmbeddingBag(7, 5, mode=mode), indices(N, 4))
+    check_adapter(nn.EmbeddingBag(7, 5, mode=mode, padding_idx=3), indices(N, 4))
+
+
+def test_weighted_bags_of_different_lengths():
+    module = nn.EmbeddingBag(7, 5, mode="sum").double()
+    units = find_units(module).units
+    words, offsets, weights = indices(9), torch.tensor([0, 2, 2]), normal(9)
+    with record_uses([], units, 3) as seen:
+        z = module(words, offsets, weights)
+    g = normal(3, 5, seed=2)
+    (expected,) = torch.autograd.grad(z, module.weight, g, retain_graph=True)
+    (tap,) = seen.uses.taps(0, torch.autograd.grad(z, seen.uses.edges, g))
+    assert_close(tap.total(), expected, **ALGEBRA)
+    assert_close(tap.gradients().sum(dim=0), expected, **ALGEBRA)
+
+
+# ------------------------------------------------------------------------- without a layer of torch's
+
+
+def uses_of(module: nn.Module, *args: torch.Tensor) -> None:
+    """Compare what is seen of parameters that no adapter describes, example by example."""
+    module = module.double()
+    units = find_units(module).units
+    with record_uses([], units, N) as seen:
+        z = module(*args)
+    assert not seen.unseen
+    r = normal(*z.shape, seed=4)
+    at_uses = torch.autograd.grad(z, seen.uses.edges, r, retain_graph=True)
+    for n, unit in enumerate(units):
+        taps = seen.uses.taps(n, at_uses)
+        own = sum(tap.gradients() for tap in taps)
+        assert own.shape == (N, *unit.shape)
+        for i in range(N):
+            mask = torch.zeros_like(r)
+            mask[i] = r[i]
+            grads = torch.autograd.grad(z, unit.parameters, mask, retain_graph=True)
+            assert_close(own[i], unit.join(grads), **ALGEBRA)
+
+
+class Own(nn.Module):
+    """Parameters, and a function of them and the input."""
+
+    def __init__(self, function, *shapes):
+        super().__init__()
+        self.function = function
+        for i, shape in enumerate(shapes):
+            self.register_parameter(f"p{i}", nn.Parameter(normal(*shape, seed=i)))
+
+    def forward(self, *args):
+        return self.function(*self.parameters(), *args)
+
+
+FUNCTIONS = {
+    "F.linear": (lambda w, b, x: functional.linear(x, w, b), (3, 4), (3,)),
+    "matmul": (lambda w, x: x @ w, (4, 3)),
+    "matmul with a transpose": (lambda w, x: x @ w.T, (3, 4)),
+    "from the left": (lambda w, x: (w @ x.unsqueeze(-1)).squeeze(-1), (3, 4)),
+    "addmm": (lambda b, w, x: torch.addmm(b, x, w), (3,), (4, 3)),
+    "scale": (lambda s, x: x * s, (4,)),
+    "scale from the left": (lambda s, x: s * x, (4,)),
+    "one number": (lambda s, x: s * x, ()),
+    "divided": (lambda s, x: s / (1 + x.square()), (4,)),
+    "shift": (lambda s, x: x - s, (4,)),
+    "shift from the left": (lambda s, x: s - x, (4,)),
+    "in place": (lambda s, x: x.clone().mul_(s).add_(s), (4,)),
+    "temperature": (lambda s, x: x * s.exp(), ()),
+    "class token": (
+        lambda t, x: torch.cat([t.expand(len(x), -1, -1), x.unsqueeze(1)], dim=1),
+        (1, 1, 4),
+    ),
+    "positions": (lambda p, x: x.unsqueeze(1) + p, (1, 5, 4)),
+    "some positions": (lambda p, x: x.unsqueeze(1) + p[:, :3], (1, 5, 4)),
+    "twice": (lambda s, x: x * s + s, (4,)),
+    "softplus of it": (lambda s, x: x * functional.softplus(s), (4,)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_parameters_of_a_users_own_module(name):
+    function, *shapes = FUNCTIONS[name]
+    uses_of(Own(function, *shapes), normal(N, 4, seed=9))
+
+
+def test_a_function_that_is_not_understood_is_named():
+    module = Own(lambda w, x: torch.einsum("ni,oi->no", x, w), (3, 4))
+    units = find_units(module.double()).units
+    with record_uses([], units, N) as seen:
+        module(normal(N, 4))
+    assert list(seen.unseen.values()) == ["einsum"]
+
+
+# ---------------------------------------------------------------------------------- places of patches
+
+
+def test_a_sample_of_the_patches_estimates_their_second_moment():
+    """Every example's places are taken at equal distances; 400 examples, within five standard errors."""
+    module = nn.Conv2d(2, 3, 3, padding=1).double()
+    units = find_units(module).units
+    x = normal(400, 2, 10, 10)
+    with record_uses([], units, 400) as seen:
+        z = module(x)
+    (tap,) = seen.uses.taps(0, [torch.zeros_like(z)])
+    rows, every = tap.input_rows(), tap.dense_inputs().flatten(0, 1)
+    assert 9_500 < len(rows) <= 10_000 < len(every) == 40_000
+    products = torch.einsum("ni,nj->nij", rows, rows)
+    error = 5 * products.std(dim=0) / len(rows) ** 0.5
+    A = every.mT @ every / len(every)
+    assert ((products.mean(dim=0) - A).abs() <= error + 1e-12).all()
+
+
+def test_few_patches_are_all_taken():
+    module = nn.Conv2d(2, 3, 3).double()
+    units = find_units(module).units
+    with record_uses([], units, 4) as seen:
+        z = module(normal(4, 2, 8, 8))
+    (tap,) = seen.uses.taps(0, [torch.zeros_like(z)])
+    assert_close(tap.input_rows(), tap.dense_inputs().flatten(0, 1), rtol=0, atol=0)
+    moments = KroneckerBlock().observe([tap], 1.0, 1.0)
+    unfolded = functional.unfold(normal(4, 2, 8, 8), 3).mT.reshape(-1, 18)
+    homogeneous = torch.cat([unfolded, torch.ones(len(unfolded), 1, dtype=torch.float64)], dim=1)
+    assert_close(moments.A, homogeneous.mT @ homogeneous / len(homogeneous), **ALGEBRA)
+
+
+# --------------------------------------------------------------------------------- parts of a layer
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_a_grouped_convolution_of_which_a_part_is_frozen(frozen, transposed):
+    """A bias that stands alone once had no inputs."""
+    kind = nn.ConvTranspose1d if transposed else nn.Conv1d
+    module = perturbed(kind(4, 6, 3, groups=2))
+    module.get_parameter(frozen).requires_grad_(False)
+    check_adapter(module, normal(N, 4, 5))
+
+
+class WithAndWithoutBias(nn.Module):
+    """A grouped convolution that is called, and its weight used once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Conv1d(4, 6, 3, groups=2)
+
+    def forward(self, x):
+        return self.inner(x) + functional.conv1d(x, self.inner.weight, groups=2)
+
+
+def test_a_grouped_convolution_that_is_used_without_its_bias():
+    uses_of(WithAndWithoutBias(), normal(N, 4, 5))
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Conv1d, nn.ConvTranspose1d, nn.LayerNorm])
+def test_a_bias_whose_weight_is_frozen(kind):
+    shape = (N, 4) if kind in (nn.Linear, nn.LayerNorm) else (N, 4, 5)
+    args = {nn.Linear: (4, 6), nn.LayerNorm: (4,)}.get(kind, (4, 6, 3))
+    module = perturbed(kind(*args))
+    module.weight.requires_grad_(False)
+    check_adapter(module, normal(*shape))

@@ -1,0 +1,351 @@
+"""Recurrent layers and cells: one use of each matrix, with the time steps as places."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import rnn
+from torch.testing import assert_close
+
+from kronfac.extend import KroneckerBlock
+from kronfac.model import find_units, record_uses
+from kronfac.record.discovery import discover
+from tests.conftest import batch, network_of, normal
+from tests.layers.kit import (
+    assert_exact,
+    assert_same_steps,
+    assert_twice_is_once,
+    assert_uses,
+    losses,
+    traced,
+)
+
+N = T = 4  # the same: which dimension has the examples does not show in the sizes
+KINDS: dict[str, Callable[..., nn.RNNBase]] = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "tanh": nn.RNN,
+    "relu": lambda *args, **kwargs: nn.RNN(*args, nonlinearity="relu", **kwargs),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "two layers": {"num_layers": 2},
+    "bidirectional": {"bidirectional": True, "num_layers": 2},
+    "batch first": {"batch_first": True},
+    "projected": {"proj_size": 2, "num_layers": 2, "bidirectional": True, "bias": False},
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def layer_of(kind: str, **options: Any) -> nn.RNNBase:
+    """Three features in, hidden states of three numbers."""
+    if kind != "lstm":
+        options.pop("proj_size", None)
+    torch.manual_seed(0)
+    return KINDS[kind](3, 3, dtype=torch.float64, **options)
+
+
+class Sequences(nn.Module):
+    """All outputs and last states of a recurrent layer, from its own first states or learned ones."""
+
+    def __init__(self, layer: nn.RNNBase, given: bool = False) -> None:
+        super().__init__()
+        self.layer, self.given = layer, given
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layer.batch_first
+        h = None
+        if self.given:
+            count = self.layer.num_layers * (1 + self.layer.bidirectional)
+            size = self.layer.proj_size or 3
+            h = x.new_ones(count, len(x), size) * x[:, 0, :1]
+            if isinstance(self.layer, nn.LSTM):
+                h = (h, x.new_ones(count, len(x), 3) * x[:, 0, 1:2])
+        outputs, states = self.layer(x if first else x.transpose(0, 1), h)
+        outputs = outputs if first else outputs.transpose(0, 1)
+        last = states if isinstance(states, tuple) else (states,)
+        return torch.cat([outputs.flatten(1), *(s.transpose(0, 1).flatten(1) for s in last)], dim=1)
+
+
+class Packed(nn.Module):
+    """The same for sequences of different lengths: zeros are not part of them."""
+
+    def __init__(self, layer: nn.RNNBase, ordered: bool = True) -> None:
+        super().__init__()
+        self.layer, self.ordered = layer, ordered
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = x.ne(0).all(dim=-1).sum(dim=1)
+        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=self.ordered)
+        outputs, states = self.layer(packed)
+        padded, _ = rnn.pad_packed_sequence(outputs, batch_first=True, total_length=x.shape[1])
+        last = states if isinstance(states, tuple) else (states,)
+        return torch.cat([padded.flatten(1), *(s.transpose(0, 1).flatten(1) for s in last)], dim=1)
+
+
+def of_lengths(*lengths: int) -> Tensor:
+    """Sequences (examples, time, 3) of these lengths."""
+    x = normal(len(lengths), max(lengths), 3)
+    return x * (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).unsqueeze(-1)
+
+
+@each_kind
+@each_variant
+def test_uses(kind, variant):
+    layer = layer_of(kind, **VARIANTS[variant])
+    network = assert_uses(Sequences(layer), normal(N, T, 3))
+    assert_twice_is_once(network, normal(N, T, 3))
+    names = {name for unit in network.units for name in unit.names}
+    assert names == {name for name, _ in network.model.named_parameters()}
+    assert all(isinstance(unit.block, KroneckerBlock) for unit in network.units)
+    # One use each, however long the sequences are.
+    taps = traced(network, normal(N, T, 3)).taps([torch.ones_like(network.model(normal(N, T, 3)))])
+    assert [len(uses) for uses in taps] == [1] * len(network.units)
+
+
+@each_kind
+def test_first_states_that_are_given(kind):
+    assert_uses(Sequences(layer_of(kind), given=True), normal(N, T, 3))
+
+
+@each_kind
+def test_gradients_go_on_through_inputs_and_first_states(kind):
+    """The layers before it."""
+    model = nn.Sequential(
+        nn.Linear(3, 3, dtype=torch.float64),
+        Sequences(layer_of(kind, num_layers=2, bidirectional=True), given=True),
+    )
+    assert_uses(model, normal(N, T, 3))
+
+
+@each_kind
+@each_variant
+def test_packed_sequences(kind, variant):
+    network = assert_uses(Packed(layer_of(kind, **VARIANTS[variant])), of_lengths(5, 3, 3, 1))
+    x = of_lengths(5, 3, 3, 1)
+    taps = traced(network, x).taps([torch.ones_like(network.model(x))])
+    assert all(len(tap.input_rows()) == 12 for uses in taps for tap in uses)
+
+
+def test_packed_sequences_in_any_order():
+    """Examples are then in the order of their lengths."""
+    model, x = Packed(layer_of("lstm", bidirectional=True), ordered=False), of_lengths(1, 5, 3)
+    network = assert_uses(model, of_lengths(5, 3, 3, 1))
+    total = model(x).sum()
+    grads = network.join(torch.autograd.grad(total, network.parameters))
+    taps = traced(network, x).taps([torch.ones_like(model(x))])
+    for (tap,), V in zip(taps, grads, strict=True):
+        assert_close(tap.total(), V)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout_has_the_masks_of_torch(kind, dtype, packed):
+    layer = layer_of(kind, num_layers=3, dropout=0.5, bidirectional=True).to(dtype)
+    model = Packed(layer) if packed else Sequences(layer)
+    x = (of_lengths(7, 6, 6, 2) if packed else normal(N, T, 3)).to(dtype)
+    torch.manual_seed(3)
+    expected = model(x)
+    torch.manual_seed(3)
+    with record_uses([], find_units(model).units, len(x)):
+        found = model(x)
+    assert_close(found, expected)
+    torch.manual_seed(4)
+    assert not torch.allclose(model(x), expected)
+
+
+@each_kind
+def test_one_example_at_one_time_makes_its_blocks_exact(kind):
+    network = assert_uses(Sequences(layer_of(kind), given=True), normal(1, 1, 3))
+    assert_exact(network, normal(1, 1, 3))
+
+
+def test_one_example_at_one_time_makes_the_block_of_a_projection_exact():
+    network = assert_uses(Sequences(layer_of("lstm", proj_size=2), given=True), normal(1, 1, 3))
+    assert_exact(network, normal(1, 1, 3))
+
+
+def test_outputs_may_be_overwritten():
+    class Overwritten(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer_of("lstm")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.transpose(0, 1))[0].relu_().transpose(0, 1).flatten(1)
+
+    assert_uses(Overwritten(), normal(N, T, 3))
+
+
+# ---------------------------------------------------------------------------------- written another way
+
+
+class Head(nn.Module):
+    """A recurrent layer, and a linear one at every time."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.layer(x.transpose(0, 1))[0]
+        return self.head(outputs).transpose(0, 1).flatten(1)
+
+
+CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "tanh": nn.RNNCell, "relu": nn.RNNCell}
+
+
+class Cells(nn.Module):
+    """A cell in a loop."""
+
+    def __init__(self, kind: str, parameters: Sequence[Tensor]) -> None:
+        super().__init__()
+        options = {"nonlinearity": kind} if CELLS[kind] is nn.RNNCell else {}
+        self.cell = CELLS[kind](3, 3, dtype=torch.float64, **options)
+        with torch.no_grad():
+            for p, q in zip(self.cell.parameters(), parameters, strict=True):
+                p.copy_(q)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        state: Any = None
+        outputs = []
+        for step in x:
+            state = self.cell(step, state)
+            outputs.append(state[0] if isinstance(state, tuple) else state)
+        return (torch.stack(outputs),)
+
+
+class Linears(nn.Module):
+    """Two linear layers in a loop: the equations in torch's documentation."""
+
+    def __init__(self, kind: str, parameters: Sequence[Tensor]) -> None:
+        super().__init__()
+        W_ih, W_hh, b_ih, b_hh = parameters
+        self.kind = kind
+        self.ih = nn.Linear(3, len(b_ih), dtype=torch.float64)
+        self.hh = nn.Linear(3, len(b_hh), dtype=torch.float64)
+        with torch.no_grad():
+            for p, q in zip(self.parameters(), (W_ih, b_ih, W_hh, b_hh), strict=True):
+                p.copy_(q)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        h, c = x.new_zeros(2, x.shape[1], 3)
+        outputs = []
+        for step in x:
+            s, q = self.ih(step), self.hh(h)
+            if self.kind == "lstm":
+                i, f, g, o = (s + q).chunk(4, dim=1)
+                c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+                h = o.sigmoid() * c.tanh()
+            elif self.kind == "gru":
+                (s_r, s_z, s_n), (q_r, q_z, q_n) = s.chunk(3, dim=1), q.chunk(3, dim=1)
+                z = (s_z + q_z).sigmoid()
+                h = (1 - z) * (s_n + (s_r + q_r).sigmoid() * q_n).tanh() + z * h
+            else:
+                h = (s + q).tanh() if self.kind == "tanh" else (s + q).relu()
+            outputs.append(h)
+        return (torch.stack(outputs),)
+
+
+@each_kind
+@pytest.mark.parametrize("other", [Cells, Linears])
+def test_it_takes_the_steps_of_cells_in_a_loop(kind, other):
+    first = Head(layer_of(kind))
+    second = Head(other(kind, list(first.layer.parameters())))
+    second.head = copy.deepcopy(first.head)
+    x, y = normal(6, T, 3), normal(6, 2 * T, seed=1)
+    order = [0, 2, 1, 3, 4, 5] if other is Linears else None
+    assert_same_steps(first, second, x, y, nn.MSELoss(), order)
+
+
+@each_kind
+def test_learned_first_states_are_given_up(kind):
+    """Their uses are not understood; those of the layer are."""
+
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer_of(kind)
+            self.first = nn.Parameter(normal(1, 1, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first.expand(1, len(x), 3).contiguous()
+            state = (h, h) if kind == "lstm" else h
+            return self.layer(x.transpose(0, 1), state)[0].transpose(0, 1).flatten(1)
+
+    model, x = Learned(), normal(N + 1, T, 3)
+    network = network_of(model)
+    (part,) = batch(network, x).passes
+    units = {unit.name: unit for unit in discover(network, part).units}
+    name = f"rnn_{kind}" if kind in ("tanh", "relu") else kind
+    why = f"torch's {name} is given what is computed from it, not the parameter itself"
+    assert units.pop("first").why == why
+    assert all(unit.observed for unit in units.values())
+    r = torch.ones_like(model(x))
+    expected = torch.autograd.grad(model(x), network.parameters, r)
+    for V, W in zip(traced(network, x).vjp([r]), network.join(expected), strict=True):
+        assert_close(V, W)
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+class Language(nn.Module):
+    """The next character, at every place."""
+
+    def __init__(self, characters: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(characters, 8)
+        self.lstm = nn.LSTM(8, 24, num_layers=2, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(24, characters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(x))[0]).transpose(1, 2)
+
+
+@pytest.mark.slow
+def test_a_language_model_trains():
+    torch.manual_seed(0)
+    text = "the cat sat on the mat, and the dog sat on the log; " * 12
+    letters = sorted(set(text))
+    numbers = torch.tensor([letters.index(c) for c in text[: 32 * 17 + 1]])
+    x, y = numbers[:-1].view(32, 17), numbers[1:].view(32, 17)
+    found = losses(Language(len(letters)), nn.CrossEntropyLoss(), x, y)
+    assert found[-1] <= found[0] / 2
+
+
+class Regressor(nn.Module):
+    """A number of a sequence, from the last state; sequences may be packed."""
+
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        self.packed = packed
+        self.gru = nn.GRU(2, 16, bidirectional=True)
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sequences = x.transpose(0, 1)
+        if self.packed:
+            lengths = x.ne(0).all(dim=-1).sum(dim=1)
+            sequences = rnn.pack_padded_sequence(sequences, lengths, enforce_sorted=False)
+        return self.head(torch.cat([*self.gru(sequences)[1]], dim=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_regressor_trains(packed):
+    """Sums of marked numbers."""
+    torch.manual_seed(0)
+    values, marks = torch.rand(128, 10), torch.rand(128, 10).round() + 1
+    x = torch.stack([values, marks], dim=2)
+    if packed:
+        x = x * (torch.arange(10) < torch.randint(3, 11, (128, 1))).unsqueeze(-1)
+    y = (x[..., 0] * (x[..., 1] - 1).clamp(min=0)).sum(dim=1, keepdim=True)
+    found = losses(Regressor(packed), nn.MSELoss(), x, y)
+    assert found[-1] <= found[0] / 2
