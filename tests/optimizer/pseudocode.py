@@ -84,20 +84,11 @@ class Pseudocode:
         """h(θ) = loss + η/2 ‖θ‖²."""
         return self.closure_loss(theta, x, y) + self.eta / 2 * theta @ theta
 
-    def output_curvature(self, x: Tensor, y: Tensor) -> Tensor:
-        """m ∂²loss/∂z² of every case, (m, outputs, outputs): what averages to the Fisher."""
-        z = self.model(x).detach()
-        full = hessian(lambda outputs: self.loss(outputs, y))(z)  # (m, outputs, m, outputs)
-        return len(x) * torch.stack([full[i, :, i, :] for i in range(len(x))])
-
     # ---------------------------------------------------------------------------------- statistics
 
     def update_statistics(self, x: Tensor, K: Tensor) -> None:
         """Ā and G on S₁ with decay ε = min(1 − 1/k, 0.95); K is E[∇_z log r ∇_z log rᵀ] [§5]."""
-        a = dense.layer_inputs(self.model, x)
-        J = dense.preactivation_jacobians(self.model, x)
-        A = [[a_i.mT @ a_j / len(x) for a_j in a] for a_i in a]
-        G = [[torch.einsum("coi,cop,cpj->ij", J_i, K, J_j) / len(x) for J_j in J] for J_i in J]
+        A, G = moments(self.model, x, K)
         eps = min(1 - 1 / self.k, 0.95)
         self.A = A if self.A is None else _average(self.A, A, eps)
         self.G = G if self.G is None else _average(self.G, G, eps)
@@ -155,10 +146,9 @@ class Pseudocode:
         S1, S2 = slice(math.ceil(self.tau1 * m)), slice(math.ceil(self.tau2 * m))
         theta = dense.theta(self.model)
         nabla = jacrev(self.objective)(theta, x, y)
-        curvature = self.output_curvature(x, y)
+        curvature = output_curvature(self.model, self.loss, x, y)
         self.update_statistics(x[S1], curvature[S1] if K is None else K)
-        J = dense.jacobian(self.model, x[S2])
-        F = torch.einsum("cop,coq,cqr->pr", J, curvature[S2], J) / len(J)
+        F = fisher(self.model, x[S2], curvature[S2])
         H = F + (self.lambda_ + self.eta) * torch.eye(len(F), dtype=F.dtype)
         h = float(self.objective(theta, x, y))
 
@@ -211,6 +201,27 @@ class Pseudocode:
             layer.weight += V[:, : layer.in_features]
             if layer.bias is not None:
                 layer.bias += V[:, -1]
+
+
+def output_curvature(model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """m ∂²loss/∂z² of every case, (m, outputs, outputs): what averages to the Fisher."""
+    z = model(x).detach()
+    full = hessian(lambda outputs: loss(outputs, y))(z)  # (m, outputs, m, outputs)
+    return len(x) * torch.stack([full[i, :, i, :] for i in range(len(x))])
+
+
+def moments(model: nn.Module, x: Tensor, K: Tensor) -> tuple[dense.Blocks, dense.Blocks]:
+    """Ā and G of all pairs of layers on these cases, from the curvature K of every case's outputs."""
+    a, J = dense.layer_inputs(model, x), dense.preactivation_jacobians(model, x)
+    A = [[a_i.mT @ a_j / len(x) for a_j in a] for a_i in a]
+    G = [[torch.einsum("coi,cop,cpj->ij", J_i, K, J_j) / len(x) for J_j in J] for J_i in J]
+    return A, G
+
+
+def fisher(model: nn.Module, x: Tensor, K: Tensor) -> Tensor:
+    """The exact Fisher on these cases: the mean of Jᵀ K J."""
+    J = dense.jacobian(model, x)
+    return torch.einsum("cop,coq,cqr->pr", J, K, J) / len(J)
 
 
 def low_rank_is_cheaper(d_out: int, d_in: int, m: int) -> bool:
