@@ -62,7 +62,8 @@ def test_lambda_is_not_below_the_floor_by_the_gradient(eta, start):
     optimizer = KFAC(model, nn.CrossEntropyLoss(), weight_decay=eta, damping=damping)
     optimizer.step(optimizer.closure(x, y))
     assert optimizer.report.lambda_ == pytest.approx(max(start, floor), rel=1e-8)
-    assert optimizer.report.gamma >= math.sqrt(floor + eta)
+    rounding = 1 - 1e-12  # the floor here and the optimizer's are sums in another order
+    assert optimizer.report.gamma >= math.sqrt(floor + eta) * rounding
 
 
 def test_without_saturation_there_is_no_floor():
