@@ -30,7 +30,6 @@ from kronfac.groups import (
     parameters_in,
 )
 from kronfac.model import Blocks, Buffers, Network, find_units, remove_hooks
-from kronfac.model.changes import ParameterVersions
 from kronfac.objective import is_loss, objective_of
 from kronfac.record import MiniBatchClosure, Recorder
 from kronfac.record.closure import refuse_call
@@ -177,7 +176,7 @@ class KFAC(torch.optim.Optimizer):
         self._warn_of_rate = RateWarning()
         self._warn_of_rate(self.param_groups)
         self._warn_of_events = EventWarnings()
-        self._versions = ParameterVersions()
+        self._versions: list[tuple[int, int]] | None = None  # of the parameters, after a step
         self._left_out, self._warned = self._trainable_elsewhere(), set[str]()
         self.report: StepReport | None = None
         """What the last step did; None before the first."""
@@ -211,10 +210,11 @@ class KFAC(torch.optim.Optimizer):
             self._show_momentum(anyway=True)
             return None
         before = self.report
+        changed = self._versions not in (None, self.network.versions)
         try:
-            result = take_step(self, closure, self._versions.changed(self.network))
+            result = take_step(self, closure, changed)
         finally:
-            self._versions.note(self.network)
+            self._versions = self.network.versions
         if self.report is not None and self.report is not before:
             self._warn_of_events(self.report)
             log_events(self.report)
@@ -289,7 +289,7 @@ class KFAC(torch.optim.Optimizer):
             state_dict = state_dict if replaced is None else replaced
         loaded = load(state_dict, self.param_groups, self.network, self.settings)
         self.network = loaded.network
-        self._versions.forget()
+        self._versions = None
         self.state.clear()
         self._become(loaded.state)
         for group, options in zip(self.param_groups, loaded.options, strict=True):

@@ -39,7 +39,7 @@ from kronfac.linearize.base import WRONG_TANGENTS
 from kronfac.model import Matrices, Network, RandomState, Unit, replay, restore
 from kronfac.model.nested import tensors_of
 from kronfac.model.network import Learned
-from kronfac.model.precision import Context, full_precision
+from kronfac.model.own_pass import Context, full_precision
 from kronfac.record import Batch, Pass, record, sizes, subsets
 from kronfac.record.chain import find_chains
 from kronfac.record.discovery import discover

@@ -42,10 +42,10 @@ from kronfac.model import (
     check_moments,
     dot,
     find_units,
+    refuse_changes,
     remove_hooks,
 )
-from kronfac.model.changes import refuse_changes
-from kronfac.model.precision import full_precision
+from kronfac.model.own_pass import full_precision
 from kronfac.objective import objective_of
 from kronfac.record import Recorder
 from kronfac.settings import (

@@ -27,9 +27,9 @@ class Counter(nn.Module):
 def noted(model) -> Buffers:
     """Buffers after a pass that showed which of them are written to."""
     buffers = Buffers(model)
-    before = buffers.versions()
+    kept = buffers.before_call("")
     model(normal(2, 3, dtype=torch.float32))
-    buffers.note_writes(before)
+    buffers.after_call("", kept)
     return buffers
 
 

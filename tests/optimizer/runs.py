@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import kronfac
 from kronfac import KFAC, StepReport
-from kronfac.model.standing_hooks import StandingHook
+from kronfac.model.side_effects import StandingHook
 from tests.conftest import seeded
 from tests.optimizer.pseudocode import Numbers, Pseudocode
 from tests.reference import dense

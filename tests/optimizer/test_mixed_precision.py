@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from kronfac import KFAC, LevenbergMarquardtRule
 from kronfac.curvature import ApproximateInverse
 from kronfac.extend import BlockDiagonalInverse, SampledFisher
-from kronfac.model.precision import mixed
+from kronfac.model.own_pass import mixed
 from kronfac.storage import tensors_in
 from tests.conftest import mlp, normal
 

@@ -5,10 +5,18 @@ from kronfac.model.blocks import Blocks
 from kronfac.model.find import Site, find_units
 from kronfac.model.functions import SeeFunctions, record_uses
 from kronfac.model.layers.linear import LinearAdapter
-from kronfac.model.network import LearnedState, Network, check_moments
+from kronfac.model.network import LearnedState, Network, check_moments, refuse_changes
 from kronfac.model.registry import Adapter, Use, register
-from kronfac.model.side_effects import Buffers, Kept, RandomState, hooked, replay, restore
-from kronfac.model.standing_hooks import remove_hooks, without_hooks
+from kronfac.model.side_effects import (
+    Buffers,
+    Kept,
+    RandomState,
+    hooked,
+    remove_hooks,
+    replay,
+    restore,
+    without_hooks,
+)
 from kronfac.model.unit import Unit
 from kronfac.model.uses import Uses
 
@@ -32,6 +40,7 @@ __all__ = [
     "find_units",
     "hooked",
     "record_uses",
+    "refuse_changes",
     "register",
     "remove_hooks",
     "replay",

@@ -11,7 +11,7 @@ from kronfac.curvature import DiagonalBlock
 from kronfac.errors import UnsupportedModelError
 from kronfac.model.blocks import Blocks
 from kronfac.model.registry import Adapter, Layer, adapter_for, block_of, known_types
-from kronfac.model.unit import Unit
+from kronfac.model.unit import Unit, refuse_dtypes
 
 
 @dataclass(frozen=True)
@@ -157,23 +157,6 @@ def _check(model: nn.Module, units: list[Unit], refused: list[tuple[str, str]]) 
             f"KFAC found no trainable parameter in {type(model).__name__}; it has nothing to train."
         )
     refuse_dtypes(units)
-
-
-def refuse_dtypes(units: Sequence[Unit]) -> None:
-    """Refuse parameters that are not in float32 or float64.
-
-    Raises:
-        UnsupportedModelError: there are some.
-    """
-    others = [
-        u for u in units if any(p.dtype not in (torch.float32, torch.float64) for p in u.parameters)
-    ]
-    if others:
-        named = ", ".join(f"{u.name!r} ({u.dtype})" for u in others)
-        raise UnsupportedModelError(
-            f"KFAC needs real parameters in float32 or float64; got {named}. Keep the model in float32, "
-            "and for half precision call it inside torch.autocast."
-        )
 
 
 def refusal(parameters: Sequence[tuple[str, str]]) -> str:

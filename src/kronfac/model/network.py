@@ -25,12 +25,12 @@ from kronfac.curvature import (
     Moments,
     Tap,
 )
-from kronfac.errors import StateError
+from kronfac.errors import StateError, UnsupportedModelError
 from kronfac.linalg.vector import Matrices
 from kronfac.model.blocks import Blocks, Kind
 from kronfac.model.find import Site
 from kronfac.model.side_effects import Buffers, put_back
-from kronfac.model.unit import Unit, parameters_of
+from kronfac.model.unit import Unit, parameters_of, refuse_dtypes
 from kronfac.model.uses import ExampleDims
 from kronfac.objective import Objective
 
@@ -147,6 +147,11 @@ class Network:
     def placement(self) -> Placement:
         """Where the parameters are."""
         return [(p.dtype, p.device) for p in self.parameters]
+
+    @property
+    def versions(self) -> list[tuple[int, int]]:
+        """Changes when a parameter is written to or its memory replaced; not by writes through `p.data`."""
+        return [(p.data_ptr(), p._version) for p in self.parameters]
 
     @cached_property
     def convolutional(self) -> bool:
@@ -286,6 +291,44 @@ class Network:
     def reordered(self, order: Sequence[int], links: Sequence[bool]) -> "Network":
         """The network with its units in another order."""
         return replace(self, units=[self.units[n] for n in order], links=links)
+
+
+def refuse_changes(network: Network) -> None:
+    """Refuse a model that was changed since this KFAC was made, or moved since its last step.
+
+    Raises:
+        UnsupportedModelError: a unit is frozen or no longer in the model, or has moved to another dtype or
+            device since the last step.
+    """
+    present = {id(p) for p in network.model.parameters()}
+    gone = [
+        name
+        for unit in network.units
+        for name, p in zip(unit.names, unit.parameters, strict=True)
+        if id(p) not in present
+    ]
+    if gone:
+        raise UnsupportedModelError(
+            "KFAC trains the parameters that the model had when this KFAC was made; "
+            f"{', '.join(map(repr, gone))} no longer belong to it: a layer was replaced or removed. Make a "
+            "new KFAC after changing the model."
+        )
+    refuse_dtypes(network.units)
+    before = network.learned.placement
+    if before is not None and before != (now := network.placement):
+        old, new = next(pair for pair in zip(before, now, strict=True) if pair[0] != pair[1])
+        raise UnsupportedModelError(
+            "KFAC's statistics and momentum are where the parameters were in the last step, "
+            f"{old[0]} on {old[1]}; the model has been moved to {new[0]} on {new[1]} since. Move it "
+            "before KFAC is made, or load optimizer.state_dict() into a new KFAC, or into this one, after "
+            "the move."
+        )
+    for unit in network.units:
+        if not all(p.requires_grad for p in unit.parameters):
+            raise UnsupportedModelError(
+                f"{unit.name!r} has been frozen since this KFAC was made, which trains it; make a new one "
+                "after changing the model."
+            )
 
 
 def _sorted(names: frozenset[str]) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
-"""Passes that leave no trace: random numbers replayed, buffers as they were.
+"""Run the model without leaving traces: random numbers are replayed, buffers and parameters put back.
 
 K-FAC runs the model more often than its user does. Passes that are compared with each other have to draw
 the same dropout masks and to start from the same buffers, and no pass of K-FAC's own may move running
-statistics or counters.
+statistics or counters. The hooks that record the user's own passes leave no traces in copies of the model.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 Kept = tuple[nn.Module, str, Tensor, Tensor]
 """A module, the name of a buffer of its own, that buffer, and a copy of its values."""
-Start = tuple[str, str, Tensor]
-"""The path of a module, the name of a buffer of its own, and the values that a pass starts from."""
+
+
+# ------------------------------------------------------------------------------------ random numbers
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,9 @@ def replay(state: RandomState | None) -> Iterator[None]:
         before.restore()
 
 
+# ------------------------------------------------------------------------------ values put back later
+
+
 @contextmanager
 def unseen_writes(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Write to tensors whose values are put back: graphs that they are part of stay valid."""
@@ -83,45 +89,20 @@ def put_back(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         raise
 
 
-def hooked(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether one has hooks, which may change its gradient or wait for it."""
-    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
-
-
 class Buffers:
     """The buffers of a model, and which of them its forward pass writes to.
 
     Running statistics are written by kernels that leave the version of a tensor as it is. So all buffers
     of a module count as written if one is, and those of torch's normalisation layers while they train.
+    Kernels that write to buffers of other modules show in the values, which are compared once.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._written: set[str] = set()
-        self._seen: set[tuple[str, bytes]] = set()
+        self._written: set[nn.Module] = set()
+        self._compared: set[tuple[str, bytes]] = set()
+        self._versions = self._current_versions()
         self._normalises = any(isinstance(module, _NormBase) for module in model.modules())
-
-    @property
-    def known(self) -> tuple[frozenset[str], frozenset[tuple[str, bytes]]]:
-        """What passes have shown of them so far."""
-        return frozenset(self._written), frozenset(self._seen)
-
-    @known.setter
-    def known(self, value: tuple[frozenset[str], frozenset[tuple[str, bytes]]]) -> None:
-        self._written, self._seen = set(value[0]), set(value[1])
-
-    def versions(self) -> dict[str, tuple[int, int]]:
-        """What tells whether a buffer has been written to or replaced."""
-        return {name: (id(b), b._version) for name, b in self._model.named_buffers()}
-
-    def note_writes(self, before: dict[str, tuple[int, int]]) -> None:
-        """Remember which modules have written to a buffer since `versions` was asked.
-
-        By module: kernels such as BatchNorm's write to running statistics without counting up versions,
-        but every module that does so also counts its batches.
-        """
-        changed = {name for name, now in self.versions().items() if before.get(name) != now}
-        self._written |= {name.rpartition(".")[0] for name in changed}
 
     def snapshot(self) -> list[Kept]:
         """Copies of the buffers that forward passes write to, for `restore`."""
@@ -135,45 +116,28 @@ class Buffers:
         Of all buffers the first time that it is called with the same modules in training: which of them
         it writes to shows then.
         """
-        return self.snapshot() if self._call(path) in self._seen else self._copies(lambda *_: True)
+        compared = self._call(path) in self._compared
+        return self.snapshot() if compared else self._copies(lambda module: True)
 
-    def after_call(self, path: str, kept: Sequence[Kept]) -> tuple[Start, ...]:
-        """What the call started from: the values before it of all buffers that it writes to."""
-        if (call := self._call(path)) not in self._seen:
-            self._seen.add(call)
-            written = {
+    def after_call(self, path: str, kept: Sequence[Kept]) -> tuple[Kept, ...]:
+        """What the call started from: the copies of all buffers that it writes to."""
+        versions = self._current_versions()
+        self._written |= {key[0] for key, now in versions.items() if self._versions.get(key) != now}
+        self._versions = versions
+        if (call := self._call(path)) not in self._compared:
+            self._compared.add(call)
+            self._written |= {
                 module
                 for module, name, buffer, value in kept
                 if module._buffers.get(name) is not buffer
                 # Those without storage have nothing to compare.
                 or not (buffer.is_meta or torch.equal(buffer, value))
             }
-            self._written |= {p for p, module in self._model.named_modules() if module in written}
-        paths = {module: p for p, module in self._model.named_modules()} if kept else {}
-        return tuple((paths[module], name, value) for module, name, _, value in self.written(kept))
+        return tuple(self.written(kept))
 
     def written(self, kept: Sequence[Kept]) -> list[Kept]:
         """The copies of buffers that forward passes write to."""
-        if not kept:
-            return []
-        writing = {m for path, m in self._model.named_modules() if self._writes(path, m)}
-        return [copy for copy in kept if copy[0] in writing]
-
-    def _call(self, path: str) -> tuple[str, bytes]:
-        """What calls that write to the same buffers have in common."""
-        return path, bytes(module.training for module in self._model.modules())
-
-    def _writes(self, path: str, module: nn.Module) -> bool:
-        return path in self._written or (isinstance(module, _NormBase) and module.training)
-
-    def _copies(self, wanted: Callable[[str, nn.Module], bool]) -> list[Kept]:
-        copies: dict[int, Tensor] = {}  # modules may have a buffer in common
-        return [
-            (module, name, buffer, copies.setdefault(id(buffer), buffer.detach().clone()))
-            for path, module in self._model.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not is_lazy(buffer) and wanted(path, module)
-        ]
+        return [copy for copy in kept if self._writes(copy[0])]
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -183,6 +147,31 @@ class Buffers:
             yield
         finally:
             restore(kept)
+
+    def _current_versions(self) -> dict[tuple[nn.Module, str], tuple[int, int]]:
+        """What tells whether a buffer has been written to or replaced."""
+        return {
+            (module, name): (id(buffer), buffer._version)
+            for module in self._model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+    def _call(self, path: str) -> tuple[str, bytes]:
+        """What calls that write to the same buffers have in common."""
+        return path, bytes(module.training for module in self._model.modules())
+
+    def _writes(self, module: nn.Module) -> bool:
+        return module in self._written or (isinstance(module, _NormBase) and module.training)
+
+    def _copies(self, wanted: Callable[[nn.Module], bool]) -> list[Kept]:
+        copies: dict[int, Tensor] = {}  # modules may have a buffer in common
+        return [
+            (module, name, buffer, copies.setdefault(id(buffer), buffer.detach().clone()))
+            for module in self._model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not is_lazy(buffer) and wanted(module)
+        ]
 
 
 @torch.no_grad()
@@ -194,24 +183,98 @@ def restore(kept: Sequence[Kept]) -> None:
 
 
 @contextmanager
-def start_from(model: Any, buffers: Sequence[Start]) -> Iterator[None]:
-    """Buffers with these values while this lasts, which a pass may write to; then the model's own again.
+def start_from(kept: Sequence[Kept]) -> Iterator[None]:
+    """Give a pass buffers with these values, which it may write to; then the model has its own again.
 
     Other tensors, not the model's own with other values: graphs of several passes keep what each has read.
     """
-    if not buffers:
-        yield
-        return
-    places = [(model.get_submodule(path), name, value) for path, name, value in buffers]
-    own = [(module, name, module._buffers[name]) for module, name, _ in places]
+    own = [(module, name, module._buffers[name]) for module, name, _, _ in kept]
     copies: dict[int, Tensor] = {}
     try:
-        for module, name, value in places:
+        for module, name, _, value in kept:
             module._buffers[name] = copies.setdefault(id(value), value.clone())
         yield
     finally:
         for module, name, buffer in own:
             module._buffers[name] = buffer
+
+
+# --------------------------------------------------------------------------------------------- hooks
+
+
+class StandingHook:
+    """A hook that calls a method of an object for as long as that lives.
+
+    It keeps nothing alive. A copy of the model, deep or pickled, has a hook that removes itself when it is
+    first called, and the compiler traces it as nothing.
+    """
+
+    def __init__(self, method: Callable[..., None] | None = None, arguments: int = 0) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+        self._arguments = arguments
+
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        """A forward hook or pre-hook."""
+        if torch.compiler.is_compiling():
+            return
+        method = None if self._method is None else self._method()
+        if method is None:
+            self._remove(module)
+        elif len(given) == self._arguments:
+            method(module, *given)
+        # Else it was removed while torch was calling the hooks, as by a garbage collection, and torch no
+        # longer knows that it takes keyword arguments.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StandingHook":
+        """A hook of nobody."""
+        return StandingHook()
+
+    def __reduce__(self) -> tuple[type["StandingHook"], tuple[()]]:
+        return StandingHook, ()
+
+    def _remove(self, module: nn.Module) -> None:
+        own = [x for name, x in vars(module).items() if name.startswith("_forward_")]
+        for key in {key for hooks in own for key, hook in hooks.items() if hook is self}:
+            for hooks in own:
+                hooks.pop(key, None)
+
+
+def stand_by(
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+) -> list[RemovableHandle]:
+    """Have two methods called around every call of a module, until the handles are removed.
+
+    Args:
+        module: the model or the loss.
+        before: gets module, args and kwargs.
+        after: gets module, args, kwargs and outputs, None if the call failed.
+    """
+    return [
+        # Before other hooks, which may change what the module is given: they will do so again.
+        module.register_forward_pre_hook(StandingHook(before, 2), with_kwargs=True, prepend=True),
+        module.register_forward_hook(StandingHook(after, 3), with_kwargs=True, always_call=True),
+    ]
+
+
+def remove_hooks(handles: Sequence[RemovableHandle]) -> None:
+    """Remove hooks from what they are on."""
+    for handle in handles:
+        handle.remove()
+
+
+def without_hooks(module: nn.Module) -> bool:
+    """Whether a module has no forward hooks but those that stand by, which change nothing."""
+    own = module.__dict__  # past `nn.Module.__getattr__`, which is slow to say no
+    return all(
+        type(hook) is StandingHook
+        for name in ("_forward_hooks", "_forward_pre_hooks")
+        for hook in own[name].values()
+    )
+
+
+def hooked(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether one has hooks, which may change its gradient or wait for it."""
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kronfac.curvature import Block, DiagonalBlock
+from kronfac.errors import UnsupportedModelError
 from kronfac.model.blocks import Kind
 
 
@@ -124,3 +125,20 @@ class Unit:
 def parameters_of(units: Sequence[Unit]) -> list[nn.Parameter]:
     """All parameters, in the order of the units."""
     return [p for unit in units for p in unit.parameters]
+
+
+def refuse_dtypes(units: Sequence[Unit]) -> None:
+    """Refuse parameters that are not in float32 or float64.
+
+    Raises:
+        UnsupportedModelError: there are some.
+    """
+    others = [
+        u for u in units if any(p.dtype not in (torch.float32, torch.float64) for p in u.parameters)
+    ]
+    if others:
+        named = ", ".join(f"{u.name!r} ({u.dtype})" for u in others)
+        raise UnsupportedModelError(
+            f"KFAC needs real parameters in float32 or float64; got {named}. Keep the model in float32, "
+            "and for half precision call it inside torch.autocast."
+        )

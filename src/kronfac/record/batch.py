@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from kronfac.model.nested import Ref, as_plain, fill, tensors_of
-from kronfac.model.plain import own_pass
-from kronfac.model.side_effects import RandomState, Start, replay, start_from
+from kronfac.model.own_pass import own_pass
+from kronfac.model.side_effects import Kept, RandomState, replay, start_from
 from kronfac.model.uses import BY_CONVENTION, ExampleDims
 from kronfac.objective import JOINED, READERS, Terms
 
@@ -44,8 +44,8 @@ class ModelCall:
     """The generators' state before it, if it drew from them."""
     trace: Any = None
     """What the examples met on their way through the network, if it is kept for several passes."""
-    buffers: tuple[Start, ...] = ()
-    """The values, before it, of the buffers that it writes to."""
+    buffers: tuple[Kept, ...] = ()
+    """Copies of the buffers that it writes to, from before it."""
     path: str = ""
     """Which module was called, as `named_modules` has it; the model itself by default."""
 
@@ -58,7 +58,7 @@ class ModelCall:
         args, kwargs = fill((self.args, self.kwargs), values)
         with (
             replay(self.random),
-            start_from(model, self.buffers),
+            start_from(self.buffers),
             CatchLosses() if self.losses else nullcontext() as caught,
         ):
             outputs = forward(*args, **kwargs)

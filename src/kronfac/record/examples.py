@@ -25,7 +25,7 @@ from kronfac.linalg import take
 from kronfac.model.functions import record_uses
 from kronfac.model.nested import keep_attributes
 from kronfac.model.network import Network
-from kronfac.model.plain import NoDropout
+from kronfac.model.own_pass import NoDropout
 from kronfac.model.side_effects import RandomState, replay
 from kronfac.model.uses import ExampleDims, by_example
 from kronfac.record.batch import Batch, LossCall, ModelCall, Operation, Pass

@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from kronfac.errors import ClosureError, TargetError
 from kronfac.model.nested import Ref, as_plain, map_leaves, tensors_of
-from kronfac.model.plain import instead_of_checkpoints, not_reentrant
-from kronfac.model.precision import mixed
+from kronfac.model.own_pass import instead_of_checkpoints, mixed, not_reentrant
 from kronfac.model.side_effects import Buffers, Kept, RandomState, device_of
 from kronfac.objective import JOINED, READERS, Objective, observe
 from kronfac.record.batch import (
@@ -78,8 +77,6 @@ class Recording(TorchFunctionMode):
         """Earlier calls of the model whose outputs it was given."""
         self.versions: Versions = []
         """Tensors that were given to calls, with their versions, to find out if they were written to."""
-        self.buffer_versions: dict[str, tuple[int, int]] = {}
-        """Versions of the model's buffers before the call."""
         self.mixed = False
         self._buffers, self._kept = buffers, list[Kept]()
         self._indices = count() if indices is None else indices

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from kronfac.errors import LoopError
 from kronfac.model.nested import tensors_of
-from kronfac.model.precision import mixed
-from kronfac.model.side_effects import Buffers, device_of
-from kronfac.model.standing_hooks import stand_by
+from kronfac.model.own_pass import mixed
+from kronfac.model.side_effects import Buffers, device_of, stand_by
 from kronfac.objective import LISTENERS, Likelihood, Objective, observe
 from kronfac.record.backward import BackwardWatch
 from kronfac.record.batch import Batch, ModelCall
@@ -240,7 +239,6 @@ class Recorder:
                 recording = self._recording(mode=looks_inside)
                 recording.mixed = self._mixes_inside and not looks_inside
                 self._recognize((args, kwargs), recording)
-                recording.buffer_versions = self._buffers.versions()
                 recording.before_model("", module, args, kwargs)
                 recording.enter()
             else:
@@ -255,7 +253,6 @@ class Recorder:
             return
         self._mixes_inside = recording.mixed and not mixed(device_of(self.model))
         recording.after_model("", module, args, kwargs, outputs)
-        self._buffers.note_writes(recording.buffer_versions)
         call = recording.steps[-1] if recording.steps else None
         if not isinstance(call, ModelCall):
             return

@@ -9,9 +9,8 @@ from torch import nn
 from kronfac.curvature import ApproximateInverse
 from kronfac.groups import PerParameter
 from kronfac.linearize.by_hand import pass_by_hand
-from kronfac.model import Network, RandomState
-from kronfac.model.changes import refuse_changes
-from kronfac.model.precision import Context
+from kronfac.model import Network, RandomState, refuse_changes
+from kronfac.model.own_pass import Context
 from kronfac.record import Batch, MiniBatchClosure, Recorder, record
 from kronfac.record.chain import chain_network
 from kronfac.record.discovery import discover
@@ -37,7 +36,7 @@ def evaluate_closure(
         network: the units that are trained.
         weight_decay: η.
         inverse: how the curvature is inverted.
-        callers: the context that the closure is called in, see `model/precision.py`.
+        callers: the context that the closure is called in, see `model/own_pass.py`.
 
     Raises:
         ClosureError: it did not do what a step needs.
@@ -64,7 +63,6 @@ def evaluate_closure(
     before = [(p, p.grad) for p in network.parameters]
     for p in network.parameters:
         p.grad = None
-    versions = network.buffers.versions()
     kept = network.buffers.before_call("")
     with record(model, network.objective, network.buffers) as recording, torch.enable_grad():
         try:
@@ -75,7 +73,6 @@ def evaluate_closure(
             raise
     del before
     batch = recording.batch()
-    network.buffers.note_writes(versions)
     buffers = network.buffers.written(kept)
     network, batch = _look_at(network, batch, inverse)
     loss = as_loss(returned, network.device)

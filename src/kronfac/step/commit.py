@@ -79,7 +79,6 @@ class Snapshot:
         self._shown = {p: dict(entry) for p, entry in optimizer.state.items()}
         self._forget_calls = optimizer._recorder.snapshot()
         self._random = RandomState.current(self._network.device)
-        self._known = self._network.buffers.known
         self._buffers = self._network.buffers.before_call("")
         parameters = self._network.parameters
         self._parameters = [(p, p._version, p.detach().clone()) for p in parameters]
@@ -111,7 +110,6 @@ class Snapshot:
         optimizer.state.update(self._shown)
         self._forget_calls()
         self._random.restore()
-        self._network.buffers.known = self._known
         restore([kept for kept in self._buffers if _written(kept)])
         for p, version, value in self._parameters:
             if p._version != version:

@@ -16,7 +16,7 @@ from kronfac.control import Pending
 from kronfac.distributed import World
 from kronfac.groups import PerParameter
 from kronfac.model import restore
-from kronfac.model.precision import Context, full_precision
+from kronfac.model.own_pass import Context, full_precision
 from kronfac.report import REJECTED_BY, Event, EventKind, StepReport, Stopwatch
 from kronfac.step.collect import evaluate_closure, evaluate_loop
 from kronfac.step.commit import Snapshot, Stepping, all_or_nothing, uninterrupted

@@ -1,13 +1,17 @@
-"""K-FAC's own passes: without fast paths, reentrant checkpoints, half precision, or dropout if need be.
+"""How K-FAC runs the model: in full precision, without fast paths and reentrant checkpoints.
 
-The fast path of `nn.Transformer*` leaves out padding, and reentrant checkpoints have no derivative but
-their own. Nothing is switched for the process: a `TorchFunctionMode` is its thread's alone, and so is what
-stands in for checkpoints here.
+A step may be taken inside `torch.autocast`. The gradient of a mini-batch can be computed in half precision;
+second moments, their inverses, the quadratic model and small changes of the loss can't. The fast path of
+`nn.Transformer*` leaves out padding, and reentrant checkpoints have no derivative but their own.
+
+Nothing is switched for the process: a `TorchFunctionMode` belongs to its thread, and so does what stands in
+for checkpoints here.
 """
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +19,40 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 Function = Callable[..., Any]
+Context = Callable[[], AbstractContextManager[object]]
+
+
+# ---------------------------------------------------------------------------------------- precision
+
+
+def mixed(device: torch.device) -> bool:
+    """Whether `torch.autocast` is in force for tensors on this device."""
+    kind = device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[Context]:
+    """Switch autocast off; the context that this gives restores the caller's, for the closure."""
+    if not mixed(device):
+        # No context at all: a closure's own autocast would not be the outermost and keep its cache.
+        yield nullcontext
+        return
+    kind = device.type
+    # Without its cache of weights: a closure may be called again with other parameters.
+    callers = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), cache_enabled=False)
+    try:
+        with torch.autocast(kind, enabled=False):
+            yield callers
+    finally:
+        torch.clear_autocast_cache()  # of weights from before the step
 
 
 @contextmanager
 def own_pass() -> Iterator[None]:
-    """A pass as K-FAC runs it: by the modules' own code, in full precision, without reentrant checkpoints.
+    """Run the modules' own code, in full precision, without reentrant checkpoints.
 
-    Checkpoints of the other kind stay: they have all derivatives, and save the memory that they are for.
+    Checkpoints of the other kind stay: they have all derivatives, and save memory.
     """
     before = torch._C._is_any_autocast_enabled() and _autocast_kinds()
     try:
@@ -33,9 +64,9 @@ def own_pass() -> Iterator[None]:
 
 
 class _InFull(TorchFunctionMode):
-    """Switches off an autocast that a module opens in its own forward; leaving it restores what was before.
+    """Switches off an autocast that a module opens in its own forward.
 
-    Modules with a fast path do not take it if anything looks at torch functions.
+    Modules with a fast path do not take it while any mode is active.
     """
 
     def __torch_function__(
@@ -129,7 +160,7 @@ _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
 class NoDropout(TorchFunctionMode):
-    """Nothing is dropped: masks of other sizes are other masks, and passes could not be compared."""
+    """Drops nothing: a mask for fewer examples is another mask, so passes could not be compared."""
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
