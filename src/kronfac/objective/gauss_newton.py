@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kronfac.errors import TargetError, UnsupportedLossError
-from kronfac.objective.likelihoods import Likelihood, refuse_draw, signs, unit_columns
+from kronfac.objective.likelihoods import Likelihood, signs, unit_columns
 from kronfac.warn import warn
 
 TOLERANCE = 64
@@ -44,22 +44,29 @@ class GaussNewton(Likelihood):
                 f"GaussNewton needs a loss with reduction 'mean' or 'sum', a scalar; got {found!r}."
             )
         self.loss = loss
-        self.reduction = "sum" if found == "sum" else "mean"
+        self.summed = found == "sum"
         self._compared = False
         self._targets: Tensor | None = None
         self._event: torch.Size | None = None
 
     @property
-    def summed(self) -> bool:
-        return self.reduction == "sum"
+    def reduction(self) -> str:
+        """What the loss is over its terms: "sum" or "mean"."""
+        return "sum" if self.summed else "mean"
 
     def given(self, targets: Tensor) -> "GaussNewton":
         result = copy.copy(self)
         result._targets = targets
         return result
 
-    def arranged(self, event: torch.Size) -> "GaussNewton":
-        """The same for outputs whose event, which is flat elsewhere, has this shape."""
+    def arrange(self, outputs: Tensor, targets: Tensor) -> "tuple[GaussNewton, Tensor]":
+        self.check(outputs, targets)
+        targets = targets.detach()
+        self.check_terms(outputs, targets)
+        return self._for_event(outputs.shape[1:]), targets
+
+    def _for_event(self, event: torch.Size) -> "GaussNewton":
+        """The likelihood of outputs whose event, which is flat elsewhere, has this shape."""
         result = copy.copy(self)
         result._event = event
         return result
@@ -77,9 +84,6 @@ class GaussNewton(Likelihood):
                 f"GaussNewton needs a loss that is a scalar; got the shape {tuple(loss.shape)}."
             )
         return loss if self.summed else loss * len(outputs)
-
-    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        refuse_draw(self)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         leaf = outputs.detach().requires_grad_()
@@ -138,10 +142,8 @@ class GaussNewton(Likelihood):
                 f"{'mean' if self.summed else 'sum'}, say so with reduction=; if its terms depend on each "
                 "other, or it divides by a number of targets, KFAC can't take it apart."
             )
-
-        if not bool(
-            self.arranged(outputs.shape[1:]).given(targets)._root(outputs.flatten(1)).any()
-        ):
+        given = self._for_event(outputs.shape[1:]).given(targets)
+        if not bool(given._root(outputs.flatten(1)).any()):
             warn(
                 "The Hessian of the loss that GaussNewton was given is 0 at all outputs of the first "
                 "mini-batch, as it is if the loss is linear in them: KFAC is left with its damping. Take "

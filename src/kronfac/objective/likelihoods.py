@@ -5,10 +5,11 @@ terms in the objective.
 """
 
 import copy
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +31,18 @@ class Likelihood(nn.Module, ABC):
     certain: if −log r is of the size of the dtype's ε."""
     needs_targets: ClassVar[bool] = False
     """Whether its curvature is defined at known targets alone, as that of `GaussNewton` is."""
-
-    @property
-    def summed(self) -> bool:
-        """Whether it is a sum over the terms if it is called as a loss; else it is a mean."""
-        return False
+    summed: bool = False
+    """Whether it is a sum over the terms if it is called as a loss; else it is a mean."""
 
     def given(self, targets: Tensor) -> "Likelihood":
-        """The same for terms with these targets: itself, unless its curvature depends on them."""
+        """The likelihood of terms with these targets: itself, unless its curvature depends on them."""
         return self
+
+    def arrange(self, outputs: Tensor, targets: Tensor) -> "tuple[Likelihood, Tensor]":
+        """The likelihood of flat events and its targets as `Terms` holds them, checked against outputs."""
+        self.check(outputs, targets)
+        targets = targets.detach()
+        return self, rows(outputs, targets) if targets.shape == outputs.shape else targets
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Mean over terms of −log r(y|z)."""
@@ -64,9 +68,15 @@ class Likelihood(nn.Module, ABC):
             (draws, *outputs), dtype=like.dtype, device=like.device, generator=generator
         )
 
-    @abstractmethod
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        """Targets y ~ R_{y|z}, a deterministic function of z and one draw of `noise`."""
+        """Targets y ~ R_{y|z}, a deterministic function of z and one draw of `noise`.
+
+        Raises:
+            TypeError: the curvature is no Fisher, and has no distribution of targets.
+        """
+        raise TypeError(
+            f"{type(self).__name__} is a loss and not a distribution: it has no targets to draw."
+        )
 
     @abstractmethod
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -93,6 +103,17 @@ class Likelihood(nn.Module, ABC):
                 "before the loss, as with targets.view_as(outputs)."
             )
 
+    def _positive(self, name: str, value: float) -> float:
+        """An argument of the constructor, which is positive and finite."""
+        if not 0 < value < math.inf:
+            raise ValueError(f"{type(self).__name__} needs a positive {name}; got {value}.")
+        return value
+
+    def extra_repr(self) -> str:
+        """The arguments of the constructor, by the attributes that have their names."""
+        names = [name for name in inspect.signature(type(self)).parameters if hasattr(self, name)]
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
 
 def likelihood_loss(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean over terms of −log r(y|z); a function that K-FAC sees the calls of, as of torch's losses."""
@@ -114,7 +135,7 @@ def unit_columns(scales: Tensor) -> Iterator[Tensor]:
 
 
 class ElementwiseLikelihood(Likelihood):
-    """Independent outputs: F_R = diag(f(z)) with f from `fisher_diagonal`."""
+    """A diagonal Fisher: F_R = diag(f(z)) with f from `fisher_diagonal`."""
 
     @abstractmethod
     def fisher_diagonal(self, outputs: Tensor) -> Tensor:
@@ -135,16 +156,18 @@ class ElementwiseLikelihood(Likelihood):
         return unit_columns(self.fisher_diagonal(outputs).sqrt())
 
 
+def rows(outputs: Tensor, values: Tensor) -> Tensor:
+    """Values of the outputs' shape as (terms, event)."""
+    return values.expand_as(outputs).reshape(len(outputs) if outputs.dim() else 1, -1)
+
+
 def signs(noise: Tensor) -> Tensor:
     """−1 or 1, equally probable, from uniform numbers."""
     return torch.where(noise < 0.5, -1.0, 1.0).to(noise.dtype)
 
 
-def refuse_draw(likelihood: Likelihood) -> NoReturn:
-    """Raise a TypeError: a curvature that is no Fisher was asked for a target of its distribution."""
-    raise TypeError(
-        f"{type(likelihood).__name__} is a loss and not a distribution: it has no targets to draw."
-    )
+def _normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)
 
 
 class Gaussian(Likelihood):
@@ -153,9 +176,7 @@ class Gaussian(Likelihood):
     def __init__(self, variance: float = 1.0) -> None:
         """σ² = `variance`; the default makes the loss ½ ‖y − z‖²."""
         super().__init__()
-        if not 0 < variance < float("inf"):
-            raise ValueError(f"Gaussian needs a positive variance; got {variance}.")
-        self.variance = variance
+        self.variance = self._positive("variance", variance)
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets).square().sum() / (2 * self.variance)
@@ -163,9 +184,7 @@ class Gaussian(Likelihood):
     def noise(
         self, draws: int, outputs: torch.Size, like: Tensor, generator: torch.Generator
     ) -> Tensor:
-        return torch.randn(
-            (draws, *outputs), dtype=like.dtype, device=like.device, generator=generator
-        )
+        return _normal((draws, *outputs), like, generator)
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         return outputs + noise * math.sqrt(self.variance)
@@ -183,12 +202,9 @@ class Gaussian(Likelihood):
     def fisher_root_columns(self, outputs: Tensor) -> Iterator[Tensor]:
         return unit_columns(torch.full_like(outputs, 1 / math.sqrt(self.variance)))
 
-    def extra_repr(self) -> str:
-        return f"variance={self.variance}"
-
 
 class Residual(Gaussian):
-    """The same for outputs that are residuals, with targets drawn as z ± σ, each output by itself.
+    """`Gaussian` for outputs that are residuals, with targets drawn as z ± σ, each output by itself.
 
     E[r rᵀ] = F_R as for normal draws. If a term is a single number, r² = 1/σ² whatever is drawn: the
     sampled Fisher is the exact one, at the same cost.
@@ -273,9 +289,7 @@ class Categorical(Likelihood):
     def noise(
         self, draws: int, outputs: torch.Size, like: Tensor, generator: torch.Generator
     ) -> Tensor:
-        return torch.rand(
-            (draws, outputs[0]), dtype=like.dtype, device=like.device, generator=generator
-        )
+        return super().noise(draws, outputs[:1], like, generator)
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         """The inverse of the cumulative distribution at `noise`."""
@@ -321,9 +335,6 @@ class Categorical(Likelihood):
                 f"of shape {tuple(outputs.shape)}; got {tuple(targets.shape)}, {targets.dtype}."
             )
 
-    def extra_repr(self) -> str:
-        return f"label_smoothing={self.label_smoothing}"
-
 
 def _less_at_(p: Tensor, index: Tensor, amount: float) -> Tensor:
     """p − amount · e_y, written into p; not by `one_hot`, which asks the device for its largest index."""
@@ -344,10 +355,8 @@ class Poisson(ElementwiseLikelihood):
     def __init__(self, log_input: bool = True, eps: float = 1e-8) -> None:
         """z = log r if `log_input`, else z = r, to which `eps` is added as in `torch.nn.PoissonNLLLoss`."""
         super().__init__()
-        if not 0 < eps < float("inf"):
-            raise ValueError(f"Poisson needs a positive eps; got {eps}.")
         self.log_input = log_input
-        self.eps = eps
+        self.eps = self._positive("eps", eps)
 
     def rate(self, outputs: Tensor) -> Tensor:
         """The rate, which is positive."""
@@ -377,9 +386,6 @@ class Poisson(ElementwiseLikelihood):
         rate = self.rate(outputs)
         return rate if self.log_input else 1 / rate
 
-    def extra_repr(self) -> str:
-        return f"log_input={self.log_input}, eps={self.eps}"
-
 
 class Huber(ElementwiseLikelihood):
     """c · Σ_j ρ_δ(z_j − y_j), ρ_δ(r) = r²/2 if |r| ≤ δ, else δ (|r| − δ/2).
@@ -394,12 +400,8 @@ class Huber(ElementwiseLikelihood):
     def __init__(self, delta: float = 1.0, curvature: float = 1.0) -> None:
         """δ = `delta`; c = `curvature`, which is 1/β for `torch.nn.SmoothL1Loss` with δ = β."""
         super().__init__()
-        if not (0 < delta < float("inf") and 0 < curvature < float("inf")):
-            raise ValueError(
-                f"Huber needs a positive delta and curvature; got {delta} and {curvature}."
-            )
-        self.delta = delta
-        self.curvature = curvature
+        self.delta = self._positive("delta", delta)
+        self.curvature = self._positive("curvature", curvature)
         self._targets: Tensor | None = None
 
     def given(self, targets: Tensor) -> "Huber":
@@ -411,9 +413,6 @@ class Huber(ElementwiseLikelihood):
         loss = functional.huber_loss(outputs, targets, delta=self.delta, reduction="sum")
         return self.curvature * loss
 
-    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        refuse_draw(self)
-
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return self.curvature * (outputs - targets).clamp(-self.delta, self.delta)
 
@@ -424,11 +423,8 @@ class Huber(ElementwiseLikelihood):
         size = (outputs - self._targets).abs().clamp(min=self.delta)
         return self.curvature * self.delta / size
 
-    def extra_repr(self) -> str:
-        return f"delta={self.delta}, curvature={self.curvature}"
 
-
-class HeteroscedasticGaussian(Likelihood):
+class HeteroscedasticGaussian(ElementwiseLikelihood):
     """Independent Gaussians with outputs z = (μ, v): F_R = diag(1/v, 1/(2v²)).
 
     −log r = ½ Σ_j (log v_j + (y_j − μ_j)²/v_j) up to a constant, which is left out. However the network
@@ -438,9 +434,7 @@ class HeteroscedasticGaussian(Likelihood):
     def __init__(self, eps: float = 1e-6) -> None:
         """Variances below `eps` count as `eps`, as in `torch.nn.GaussianNLLLoss`."""
         super().__init__()
-        if not 0 < eps < float("inf"):
-            raise ValueError(f"HeteroscedasticGaussian needs a positive eps; got {eps}.")
-        self.eps = eps
+        self.eps = self._positive("eps", eps)
 
     def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         mean, variance = outputs.chunk(2, dim=-1)
@@ -454,8 +448,7 @@ class HeteroscedasticGaussian(Likelihood):
     def noise(
         self, draws: int, outputs: torch.Size, like: Tensor, generator: torch.Generator
     ) -> Tensor:
-        shape = (draws, outputs[0], outputs[1] // 2)
-        return torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)
+        return _normal((draws, outputs[0], outputs[1] // 2), like, generator)
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         mean, variance = self._split(outputs)
@@ -471,16 +464,9 @@ class HeteroscedasticGaussian(Likelihood):
         _, variance = self._split(outputs)
         return torch.cat((-noise / variance.sqrt(), (1 - noise.square()) / (2 * variance)), dim=-1)
 
-    def fisher_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
-        return self._root(outputs).square() * vectors
-
-    def fisher_root_columns(self, outputs: Tensor) -> Iterator[Tensor]:
-        return unit_columns(self._root(outputs))
-
-    def _root(self, outputs: Tensor) -> Tensor:
-        """The square root of the diagonal of F_R."""
+    def fisher_diagonal(self, outputs: Tensor) -> Tensor:
         _, variance = self._split(outputs)
-        return torch.cat((1 / variance.sqrt(), 1 / (math.sqrt(2) * variance)), dim=-1)
+        return torch.cat((1 / variance, 1 / (2 * variance.square())), dim=-1)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if outputs.dim() != 2 or outputs.shape[1] % 2:
@@ -494,6 +480,3 @@ class HeteroscedasticGaussian(Likelihood):
                 f"HeteroscedasticGaussian needs targets of shape {expected}, one for each mean; got "
                 f"{tuple(targets.shape)}."
             )
-
-    def extra_repr(self) -> str:
-        return f"eps={self.eps}"

@@ -141,11 +141,12 @@ def objective_of(loss: nn.Module) -> Objective:
             f"{name}(); a closure may call torch's function with reduction='none' and average the result."
         )
     options = {option: getattr(loss, option) for option in form.options}
+    weights = {name: getattr(loss, name) for name in form.weights}
     return Objective(
         loss,
-        form.likelihood(loss),
+        form.likelihood(**options),
         form.function,
-        {"reduction": reduction, **options},
+        {"reduction": reduction, **options, **weights},
         reduction == "mean",
-        form.over_outputs,
+        over_outputs=not form.classes,
     )

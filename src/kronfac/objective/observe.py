@@ -9,21 +9,20 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from kronfac.errors import TargetError
-from kronfac.objective.gauss_newton import GaussNewton
 from kronfac.objective.likelihoods import Likelihood, Residual
 from kronfac.objective.losses import READERS, elementwise, is_mean
 from kronfac.objective.terms import Terms
 
 
 class Listener(Protocol):
-    """What is told of declarations that no record of a closure sees."""
+    """A recorder of training loops, which sees declarations outside of closures."""
 
-    def hear(self, z: Tensor, likelihood: Likelihood, **options: Any) -> None:
-        """Get what `observe` was called with."""
+    def on_observe(self, z: Tensor, likelihood: Likelihood, **options: Any) -> None:
+        """Receive what `observe` was called with."""
 
 
 LISTENERS: "weakref.WeakSet[Listener]" = weakref.WeakSet()
-"""All that are told."""
+"""All recorders that are alive."""
 
 
 def observe(
@@ -36,9 +35,8 @@ def observe(
 ) -> Tensor:
     """Declare that the objective has the summands scale · Σ_t w_t · −log r(y_t | z_t); returns z.
 
-    For a loss that is written by hand, where the outputs are: in the closure or in the model. It changes
-    nothing in what is computed. K-FAC's curvature is that of the declared terms; the loss itself is what
-    the closure returns.
+    Use it with a loss that is written by hand, in the closure or in the model. It computes nothing. K-FAC's
+    curvature is that of the declared terms; the loss itself is what the closure returns.
 
     Example:
         >>> z = kronfac.observe(model(x), kronfac.Gaussian(variance=0.5), scale=1 / len(x))
@@ -57,7 +55,7 @@ def observe(
         )
         return result
     for listener in tuple(LISTENERS):
-        listener.hear(z, likelihood, targets=targets, weight=weight, scale=scale)
+        listener.on_observe(z, likelihood, targets=targets, weight=weight, scale=scale)
     return z
 
 
@@ -74,13 +72,7 @@ def _read_observed(
             f"kronfac.observe needs a likelihood, such as kronfac.Gaussian(); got {likelihood!r}."
         )
     if targets is not None:
-        targets = targets.detach()
-        likelihood.check(z, targets)
-        if isinstance(likelihood, GaussNewton):
-            likelihood.check_terms(z, targets)
-            likelihood = likelihood.arranged(z.shape[1:])
-        elif targets.shape == z.shape:
-            targets = targets.reshape(len(z), -1)
+        likelihood, targets = likelihood.arrange(z, targets)
     if weight is not None and weight.shape != z.shape[:1]:
         raise TargetError(
             f"kronfac.observe needs one weight per term, of shape ({len(z)},); got "
@@ -97,8 +89,8 @@ def least_squares(
 ) -> Tensor:
     """The mean, or the sum, of w r² over all elements of a residual, as a loss that K-FAC sees.
 
-    For closures with several residuals, each with a weight of its own; their sum is the objective and its
-    Gauss–Newton matrix 2 Σ w JᵀJ is the curvature. There are no targets: a residual has them in it.
+    A closure may add several of them, each with its own weight. The sum is the objective, and its
+    Gauss–Newton matrix 2 Σ w JᵀJ is the curvature. Targets are part of the residual.
 
     Example:
         >>> loss = least_squares(u(inside), 0.1) + least_squares(model(boundary) - g)

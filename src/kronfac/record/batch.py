@@ -273,7 +273,7 @@ class CatchLosses(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in JOINED:
             with self:
-                return JOINED[func](True, *args, **kwargs)
+                return JOINED[func](*args, **kwargs)
         if func in READERS:
             self.inputs.append(loss_input(args, kwargs))
         return func(*args, **kwargs)

@@ -177,7 +177,7 @@ class Recording(TorchFunctionMode):
         self.mixed = self.mixed or (self._depth > 0 and mixed(self._device))
         if func in JOINED:
             with self:
-                return JOINED[func](self._depth > 0, *args, **kwargs)
+                return JOINED[func](*args, **kwargs)
         if func in READERS:
             return self._on_loss(func, args, kwargs)
         if self._depth or func == _GRADIENT:

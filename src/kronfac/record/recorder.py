@@ -263,7 +263,7 @@ class Recorder:
         for tensor, index in zip(tensors_of(outputs), call.outputs, strict=True):
             self._attach(tensor, index, record)
 
-    def hear(self, z: Tensor, likelihood: Likelihood, **options: Any) -> None:
+    def on_observe(self, z: Tensor, likelihood: Likelihood, **options: Any) -> None:
         """A declaration by `kronfac.observe`, outside of the model."""
         self._before_loss(self.model, (z,), {})
         if self._running.calls[-1] is not None:
