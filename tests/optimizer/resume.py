@@ -3,6 +3,7 @@
 `python -m tests.optimizer.resume DIRECTORY` continues every run that it finds a file of.
 """
 
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,14 @@ def advance(optimizer: KFAC, case: str, last: int) -> None:
 def contents(optimizer: KFAC) -> dict[str, Any]:
     """What a training script would save."""
     return {"model": optimizer.model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def through_a_file(value: Any) -> Any:
+    """What a training script would load again."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def resume(directory: Path) -> None:

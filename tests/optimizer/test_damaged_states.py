@@ -1,9 +1,7 @@
 """States that were damaged, or made by hand: refused with what is wrong, and nothing is touched."""
 
 import copy
-import io
 import math
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -16,7 +14,7 @@ import kronfac
 from kronfac import KFAC
 from kronfac.errors import StateError
 from kronfac.extend import BlockDiagonalInverse, BlockTridiagonalInverse, ExactTikhonov
-from kronfac.storage import Storable, tensors_in
+from kronfac.storage import Storable
 from tests.conftest import mlp, normal
 from tests.failures.test_copies_and_states import (
     DAMAGES,
@@ -27,6 +25,7 @@ from tests.failures.test_copies_and_states import (
     nan_tensors,
     other_types,
 )
+from tests.optimizer.resume import contents, through_a_file
 from tests.optimizer.runs import Snapshot, same
 
 LOSS = nn.MSELoss()
@@ -199,24 +198,23 @@ def test_a_class_of_the_same_name_elsewhere_does_not_replace_the_librarys():
     state = trained(**settings).state_dict()
     optimizer = trained(0, **settings)
     optimizer.load_state_dict(state)
-    assert optimizer._state.curvature is not None
-    kinds = {type(block) for block in optimizer._state.curvature.blocks}
-    assert kronfac.extend.DiagonalMoments in kinds
-    assert DiagonalMoments not in kinds
+    kinds = {block["class"] for block in optimizer.state_dict()["kfac"]["curvature"]["blocks"]}
+    assert kinds == {"kronfac.KroneckerMoments", "kronfac.DiagonalMoments"}
 
 
 def test_a_tensor_in_two_places_stays_one():
-    state = trained(**kronfac.presets.paper()).state_dict()
-    delta, momentum = (
-        state["kfac"]["acceptance"]["pending"]["delta"],
-        state["kfac"]["step"]["momentum"],
-    )
-    assert [*map(id, delta)] == [*map(id, momentum)]
-    optimizer = trained(3, **kronfac.presets.paper())
-    optimizer.load_state_dict(state)
-    loaded = optimizer._state
-    assert [*map(id, loaded.acceptance.pending.delta)] == [*map(id, loaded.step.momentum)]
-    assert not {*map(id, delta)} & {*map(id, loaded.step.momentum)}
+    first, other = (trained(steps, **kronfac.presets.paper()) for steps in (6, 3))
+
+    def tensors(optimizer: KFAC) -> list[Tensor]:
+        """δ of the last step, by which it is rolled back, and which is the momentum too."""
+        kfac = optimizer.state_dict()["kfac"]
+        delta, momentum = kfac["acceptance"]["pending"]["delta"], kfac["step"]["momentum"]
+        assert [*map(id, delta)] == [*map(id, momentum)]
+        return delta
+
+    saved = tensors(first)
+    other.load_state_dict(first.state_dict())
+    assert not {t.data_ptr() for t in saved} & {t.data_ptr() for t in tensors(other)}
 
 
 # ------------------------------------------------------------------------------ other rules, other classes
@@ -227,11 +225,11 @@ def test_a_rule_goes_on_from_what_it_has_in_common_with_another():
     assert state["kfac"]["gamma"]["class"] == "kronfac.AdaptiveGammaState"
     searching = trained(3, gamma=kronfac.GammaSearch(interval=5), inverse_interval=5)
     searching.load_state_dict(state)
-    assert searching._state.gamma == kronfac.extend.GammaState(state["kfac"]["gamma"]["gamma"])
+    common = {"class": "kronfac.GammaState", "gamma": state["kfac"]["gamma"]["gamma"]}
+    assert searching.state_dict()["kfac"]["gamma"] == common
     adaptive = trained(3)
     adaptive.load_state_dict(searching.state_dict())
-    assert adaptive._state.gamma is not None
-    assert adaptive._state.gamma.gamma == state["kfac"]["gamma"]["gamma"]
+    assert adaptive.state_dict()["kfac"]["gamma"]["gamma"] == common["gamma"]
     advance(adaptive, range(6, 8))
 
 
@@ -260,9 +258,10 @@ def test_of_two_classes_with_one_name_the_rules_own_is_meant():
     first = trained(gamma=counting_rule())
     counting_rule()
     other = copy.copy(first)
-    assert other._state.gamma == first._state.gamma
-    assert other._state.gamma.refreshes > 1
-    damaged = edited(first.state_dict(), "gamma", "refreshes", value=0.5)
+    state = first.state_dict()
+    assert other.state_dict()["kfac"]["gamma"] == state["kfac"]["gamma"]
+    assert state["kfac"]["gamma"]["refreshes"] > 1
+    damaged = edited(state, "gamma", "refreshes", value=0.5)
     refuses(other, damaged, "refreshes must be of type int; got 0.5")
 
 
@@ -340,11 +339,9 @@ def with_scalar_blocks(steps: int) -> KFAC:
 
 def test_a_block_from_outside_is_saved_and_loaded_without_a_word_about_it():
     first, other = with_scalar_blocks(6), with_scalar_blocks(0)
-    file = io.BytesIO()
-    torch.save((dict(first.model.state_dict()), first.state_dict()), file)
-    file.seek(0)
-    parameters, state = torch.load(file, weights_only=True)
-    other.model.load_state_dict(parameters)
+    saved = through_a_file(contents(first))
+    state = saved["optimizer"]
+    other.model.load_state_dict(saved["model"])
     other.load_state_dict(state)
     for run in (first, other):
         advance(run, range(6, 9))
@@ -353,52 +350,3 @@ def test_a_block_from_outside_is_saved_and_loaded_without_a_word_about_it():
     refuses(other, damaged, "'0' are for 24 parameters; there are 25")
     for damage in (nan_tensors, other_types, missing_entries):
         assert not all_accepted(other, damage, state)
-
-
-# ---------------------------------------------------------------------------------------------- copies
-
-
-def through_pickle(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
-
-
-@pytest.mark.parametrize("case", SETTINGS)
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, through_pickle])
-def test_a_copy_goes_on_as_the_original(way, case):
-    optimizer = trained(STEPS.get(case, 6), **SETTINGS[case])
-    optimizer.param_groups[0]["weight_decay"] = 0.25
-    optimizer.param_groups[0]["name"] = "all"
-    parameters = copy.deepcopy(dict(optimizer.model.state_dict()))
-    other = way(optimizer)
-    assert same(other.state_dict(), optimizer.state_dict())
-    assert other.report == optimizer.report
-    assert other.settings == optimizer.settings
-    assert other.defaults == optimizer.defaults
-    assert other.param_groups[0]["name"] == "all"
-    assert other.param_groups[0]["weight_decay"] == 0.25
-    advance(optimizer, range(20, 23))
-    if way is copy.copy:
-        assert other.model is optimizer.model
-        optimizer.model.load_state_dict(parameters)
-        expected = optimizer.state_dict()
-        advance(other, range(20, 23))
-        assert same(other.state_dict(), expected)
-    else:
-        assert same(dict(other.model.state_dict()), parameters)
-        advance(other, range(20, 23))
-        assert same(other.state_dict(), optimizer.state_dict())
-        assert same(dict(other.model.state_dict()), dict(optimizer.model.state_dict()))
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, through_pickle])
-def test_a_model_that_is_copied_along_stays_the_optimizers(way):
-    optimizer = trained()
-    model, other = way((optimizer.model, optimizer))
-    assert other.model is model
-    assert {id(p) for p in other.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
-
-
-def test_a_copy_shares_no_tensor_of_the_state():
-    optimizer = trained(weight_decay=0.1)
-    theirs = {id(tensor) for tensor in tensors_in(copy.copy(optimizer)._state)}
-    assert not theirs & {id(tensor) for tensor in tensors_in(optimizer._state)}

@@ -1,17 +1,16 @@
 """A run that is saved and continued equals the uninterrupted one to the bit, for every kind of block."""
 
 import copy
-import io
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from kronfac import KFAC, Blocks
-from tests.optimizer.runs import same
+from tests.conftest import seeded
+from tests.optimizer.resume import contents, through_a_file
+from tests.optimizer.runs import closure_of, same
 
 SAVED_AT, LAST, CLASSES = 4, 9, 4
 """Saved between two refreshes: with `inverse_interval=3` the next one is three steps later."""
@@ -73,15 +72,15 @@ class Other(nn.Module):
 
 
 def images(k: int) -> Tensor:
-    return torch.randn(12, 4, 7, 7, generator=torch.Generator().manual_seed(k))
+    return torch.randn(12, 4, 7, 7, generator=seeded(k))
 
 
 def sequences(k: int) -> Tensor:
-    return torch.randn(12, 6, 5, generator=torch.Generator().manual_seed(k))
+    return torch.randn(12, 6, 5, generator=seeded(k))
 
 
 def tokens(k: int) -> Tensor:
-    return torch.randint(CLASSES, (12, 5), generator=torch.Generator().manual_seed(k))
+    return torch.randint(CLASSES, (12, 5), generator=seeded(k))
 
 
 Case = tuple[Callable[[], nn.Module], Callable[[int], Tensor], Blocks | None, str]
@@ -104,21 +103,9 @@ def new_run(case: str, inverse: str) -> KFAC:
 
 
 def advance(optimizer: KFAC, case: str, steps: range) -> None:
+    loss = optimizer.objective.module
     for k in steps:
-        x = CASES[case][1](k)
-        y = torch.arange(12) % CLASSES
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(optimizer.model(x), y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-
-
-def contents(optimizer: KFAC) -> dict[str, Any]:
-    return {"model": dict(optimizer.model.state_dict()), "optimizer": optimizer.state_dict()}
+        optimizer.step(closure_of(optimizer, loss, CASES[case][1](k), torch.arange(12) % CLASSES))
 
 
 @pytest.mark.parametrize("inverse", ["block_diagonal", "ekfac"])
@@ -126,11 +113,9 @@ def contents(optimizer: KFAC) -> dict[str, Any]:
 def test_continued_from_a_file_or_a_copy_it_equals_the_uninterrupted_run(case, inverse):
     whole = new_run(case, inverse)
     advance(whole, case, range(SAVED_AT))
-    assert CASES[case][3] in {type(m).__name__ for m in whole._state.curvature.blocks}
-    file = io.BytesIO()
-    torch.save(contents(whole), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_a_file(contents(whole))
+    blocks = saved["optimizer"]["kfac"]["curvature"]["blocks"]
+    assert f"kronfac.{CASES[case][3]}" in {block["class"] for block in blocks}
     copied = copy.deepcopy(whole)
     resumed = new_run(case, inverse)
     resumed.model.load_state_dict(saved["model"])
