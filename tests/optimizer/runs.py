@@ -71,6 +71,17 @@ def close(ours: float | None, truth: float | None, what: str, tolerance: float =
         )
 
 
+def too_long_step(optimizer: KFAC, closure: Callable[[], Any], lr: float = 30.0) -> Any:
+    """Take a step that makes things worse, as `lr` times the step that is right."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    returned = optimizer.step(closure)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    return returned
+
+
 def mean_square(z: Tensor, y: Tensor) -> Tensor:
     """What `nn.MSELoss()` computes, without a loss function that K-FAC knows: it is not seen."""
     return (z - y).square().mean()

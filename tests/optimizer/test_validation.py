@@ -1,7 +1,6 @@
 """The last step is validated on the next mini-batch, and rejected if that says so."""
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -15,11 +14,10 @@ from kronfac import (
     FixedDamping,
     LevenbergMarquardtRule,
     QuadraticModel,
-    RawStep,
 )
 from kronfac.extend import Acceptance
 from tests.conftest import mlp, normal
-from tests.optimizer.runs import INVERSES, closure_of, same
+from tests.optimizer.runs import INVERSES, closure_of, same, too_long_step
 
 ETA = 1e-2
 LOSS = nn.MSELoss()
@@ -30,11 +28,11 @@ def data(step: int, cases: int = 80) -> tuple[Tensor, Tensor]:
     return x, x[:, :3].sin() + 0.1 * normal(cases, 3, seed=100 + step)
 
 
-def objective(model: nn.Module, x: Tensor, y: Tensor) -> float:
+@torch.no_grad()
+def objective(model: nn.Module, x: Tensor, y: Tensor, eta: float = ETA) -> float:
     """h by its definition."""
-    with torch.no_grad():
-        squares = sum(float(p.square().sum()) for p in model.parameters())
-        return float(LOSS(model(x), y)) + ETA / 2 * squares
+    squares = sum(float(p.square().sum()) for p in model.parameters())
+    return float(LOSS(model(x), y)) + eta / 2 * squares
 
 
 def parameters(optimizer: KFAC) -> dict[str, Tensor]:
@@ -95,11 +93,6 @@ def test_lambda_moves_by_what_the_next_mini_batch_says():
     assert seen == 19, "iterations 2 to 20 validate, and each moves λ"
 
 
-def reckless(optimizer: KFAC, alpha: float = 30.0) -> None:
-    """Make its next steps too long."""
-    optimizer.settings = replace(optimizer.settings, step_rule=RawStep(alpha))
-
-
 def network(bias: bool = True) -> nn.Sequential:
     model = mlp([4, 6, 3], seed=3)
     if not bias:
@@ -115,10 +108,8 @@ def test_a_step_after_which_the_same_rows_are_worse_is_rejected(inverse, bias):
     x, y = data(0)
     closure, calls = optimizer.closure(x, y), []
     optimizer.step(closure)
-    start, sensible = parameters(optimizer), optimizer.settings
-    reckless(optimizer)
-    optimizer.step(closure)
-    optimizer.settings = sensible
+    start = parameters(optimizer)
+    too_long_step(optimizer, closure)
     lambda_ = optimizer.report.lambda_
     worse = parameters(optimizer)
     assert objective(optimizer.model, x, y) > objective(_at(network(bias), start), x, y)
@@ -142,26 +133,6 @@ def test_a_step_after_which_the_same_rows_are_worse_is_rejected(inverse, bias):
 def _at(model: nn.Module, values: dict[str, Tensor]) -> nn.Module:
     model.load_state_dict(values)
     return model
-
-
-def test_the_momentum_comes_back_too():
-    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, weight_decay=ETA)
-    x, y = data(0)
-    for _ in range(3):
-        optimizer.step(optimizer.closure(x, y))
-    momentum = optimizer.state_dict()["kfac"]["step"]["momentum"]
-    sensible = optimizer.settings
-    reckless(optimizer)
-    optimizer.step(optimizer.closure(x, y))
-    optimizer.settings = sensible
-    assert not same(optimizer.state_dict()["kfac"]["step"]["momentum"], momentum)
-    optimizer.step(optimizer.closure(x, y))
-    assert optimizer.report.events[0].kind == "rejected"
-    assert optimizer.report.mu is not None
-    # What the step that was made then keeps for itself is the δ₀ that it was made with.
-    assert same(
-        optimizer.state_dict()["kfac"]["acceptance"]["pending"]["kept"]["momentum"], momentum
-    )
 
 
 def good_steps(cases: int, steps: int, acceptance: Acceptance) -> tuple[int, int, int, int]:
@@ -224,11 +195,9 @@ def test_a_step_after_which_the_loss_is_not_finite_is_rejected_at_once(damping):
     optimizer = KFAC(model, LOSS, damping=damping)
     x, y = normal(20, 2), torch.full((20, 1), 3.0).double()
     optimizer.step(optimizer.closure(x, y))
-    start, sensible = parameters(optimizer), optimizer.settings
-    reckless(optimizer, 1e4)
-    optimizer.step(optimizer.closure(x, y))
+    start = parameters(optimizer)
+    too_long_step(optimizer, optimizer.closure(x, y), lr=1e4)
     assert not math.isfinite(float(LOSS(model(x), y).detach()))
-    optimizer.settings = sensible
     loss = optimizer.step(optimizer.closure(x, y))
     assert optimizer.report.events[0].kind == "rejected"
     assert math.isnan(optimizer.report.next_rho)
@@ -248,11 +217,9 @@ def test_a_step_that_was_to_have_no_validation_is_validated_if_the_loss_jumps():
     for _ in range(4):
         optimizer.step(closure)
     start = float(LOSS(optimizer.model(x), y).detach())
-    sensible, lambda_ = optimizer.settings, optimizer.report.lambda_
-    reckless(optimizer)
-    optimizer.step(closure)
+    lambda_ = optimizer.report.lambda_
+    too_long_step(optimizer, closure)
     assert optimizer.report.next_rho is None
-    optimizer.settings = sensible
     loss = float(optimizer.step(closure))
     assert [event.kind for event in optimizer.report.events] == ["rejected"]
     assert loss == pytest.approx(start)
@@ -273,10 +240,8 @@ def test_a_loss_that_rises_while_the_weights_shrink_arouses_no_suspicion():
         y = optimizer.model(x)
     losses, objectives, suspected = [], [], []
     for _ in range(20):
-        with torch.no_grad():
-            losses.append(float(LOSS(optimizer.model(x), y)))
-            squares = sum(float(p.square().sum()) for p in optimizer.model.parameters())
-            objectives.append(losses[-1] + squares / 2)
+        losses.append(objective(optimizer.model, x, y, eta=0.0))
+        objectives.append(objective(optimizer.model, x, y, eta=1.0))
         optimizer.step(optimizer.closure(x, y))
         suspected.append(optimizer.report.next_rho is not None)
     rises = [[b > a for a, b in pairwise(values)] for values in (losses, objectives)]
@@ -300,14 +265,11 @@ def test_a_rise_is_seen_however_little_was_predicted():
     x, y = (part.float() for part in data(0))
     closure = optimizer.closure(x, y)
     optimizer.step(closure)
-    before, sensible = float(LOSS(optimizer.model(x), y).detach()), optimizer.settings
-    reckless(optimizer, 1e4)
-    optimizer.step(closure)
-    optimizer.settings = sensible
-    acceptance = optimizer._state.acceptance
-    pending = replace(acceptance.pending, predicted_change=-1e-3)
-    acceptance = replace(acceptance, pending=pending)
-    optimizer._state = replace(optimizer._state, acceptance=acceptance)
+    before = float(LOSS(optimizer.model(x), y).detach())
+    too_long_step(optimizer, closure, lr=1e4)
+    state = optimizer.state_dict()
+    state["kfac"]["acceptance"]["pending"]["predicted_change"] = -1e-3
+    optimizer.load_state_dict(state)
     assert float(LOSS(optimizer.model(x), y).detach()) > 1e5
     loss = float(optimizer.step(closure))
     assert optimizer.report.events[0].kind == "rejected"
@@ -343,7 +305,7 @@ def test_a_failed_step_is_repeated_as_if_nothing_had_happened():
             optimizer.step(failing)
         if step:
             # The same mini-batch validates in both.
-            untroubled._state = optimizer._state
+            untroubled.load_state_dict(optimizer.state_dict())
         optimizer.step(closure)
         untroubled.step(untroubled.closure(*data(step)))
         assert same(parameters(optimizer), parameters(untroubled))
@@ -363,13 +325,9 @@ def test_a_closure_that_does_not_clear_the_gradients_is_called_again_on_clear_on
             loss.backward()
             return loss
 
-        sensible = optimizer.settings
         for step in range(3):
-            optimizer.settings = sensible
-            if step == 1:
-                reckless(optimizer)
             optimizer.zero_grad()
-            optimizer.step(closure)
+            too_long_step(optimizer, closure) if step == 1 else optimizer.step(closure)
         assert optimizer.report.events[0].kind == "rejected"
         runs.append(parameters(optimizer))
     assert same(*runs)
@@ -410,12 +368,9 @@ def test_a_lambda_that_makes_steps_invisible_comes_down():
     optimizer = KFAC(network().float(), LOSS)
     x, y = (part.float() for part in data(0))
     optimizer.step(optimizer.closure(x, y))
-    state = optimizer._state
-    optimizer._state = replace(
-        state,
-        damping=replace(state.damping, lambda_=1e9),
-        gamma=replace(state.gamma, gamma=1e4),
-    )
+    state = optimizer.state_dict()
+    state["kfac"]["damping"]["lambda_"], state["kfac"]["gamma"]["gamma"] = 1e9, 1e4
+    optimizer.load_state_dict(state)
     losses = [float(optimizer.step(optimizer.closure(x, y))) for _ in range(40)]
     assert optimizer.report.lambda_ < 1e3
     assert losses[-1] < losses[0] / 2
@@ -427,7 +382,7 @@ def test_a_summed_loss_is_validated_in_the_units_of_the_step_whatever_the_next_m
     optimizer = KFAC(network(), loss)
     x, y = data(0, cases=40)
     optimizer.step(optimizer.closure(x, y))
-    start = float(loss(_at(network(), parameters(KFAC(network(), loss)))(x), y).detach())
+    start = float(loss(network()(x), y).detach())
     end = float(loss(optimizer.model(x), y).detach())
     predicted = optimizer.report.predicted_change
     optimizer.step(optimizer.closure(torch.cat([x, x]), torch.cat([y, y])))
@@ -441,16 +396,10 @@ def test_the_weight_decays_part_counts_in_what_a_step_may_promise():
     x, _ = data(0)
     optimizer = KFAC(model, LOSS, weight_decay=1.0)
     y = model(x).detach() + 1e-3
-    first = objective_with(1.0, model, x, y)
+    first = objective(model, x, y, eta=1.0)
     for _ in range(8):
         optimizer.step(optimizer.closure(x, y))
-    assert objective_with(1.0, model, x, y) < 0.5 * first
-
-
-def objective_with(eta: float, model: nn.Module, x: Tensor, y: Tensor) -> float:
-    with torch.no_grad():
-        squares = sum(float(p.square().sum()) for p in model.parameters())
-        return float(LOSS(model(x), y)) + eta / 2 * squares
+    assert objective(model, x, y, eta=1.0) < 0.5 * first
 
 
 def test_a_state_from_before_the_first_step_fits_a_rule_that_does_not_search():
@@ -480,7 +429,8 @@ def test_mini_batches_that_are_fitted_to_rounding_move_nothing(noisy):
         if noisy and loss < eps:
             assert same(parameters(optimizer), before)
             fitted += 1
-    assert (optimizer._state.acceptance.confirmed is None) != noisy
+    confirmed = optimizer.state_dict()["kfac"]["acceptance"]["confirmed"]
+    assert (confirmed is None) != noisy
     assert (fitted > 5) == noisy
     assert float(nn.CrossEntropyLoss()(model(x), y).detach()) < 10 * eps
 
@@ -567,3 +517,48 @@ def test_a_step_much_longer_than_theta_is_rejected_to_the_bit(seed):
             break
     assert len(before) < 60, "none was rejected"
     assert same(seen[-1], before[-2])
+
+
+# --------------------------------------------------------------------------------------- switched off
+
+
+@pytest.mark.parametrize("damping", [LevenbergMarquardtRule(0.5), FixedDamping(0.5)])
+def test_rules_that_do_not_ask_for_it_have_no_validation(damping):
+    optimizer = KFAC(network(), LOSS, damping=damping)
+    for step in range(30):
+        optimizer.step(optimizer.closure(*data(step)))
+        assert optimizer.report.next_rho is None
+    state = optimizer.state_dict()["kfac"]["acceptance"]
+    assert (state["confirmed"], state["noise"], state["validated"]) == (None, None, 0)
+    assert state["pending"]["kept"] is None, "nothing is kept for a validation that never comes"
+
+
+@pytest.mark.parametrize("off", [None, Acceptance(rejection=None)])
+def test_without_rejection_the_last_step_is_validated_for_lambda(off):
+    for acceptance, rejected in ((Acceptance(), True), (off, False)):
+        optimizer = KFAC(network(), LOSS, acceptance=acceptance)
+        closure = optimizer.closure(*data(0))
+        optimizer.step(closure)
+        too_long_step(optimizer, closure)
+        optimizer.step(closure)
+        assert optimizer.report.rejected == rejected
+        assert optimizer.report.next_rho is not None
+        kept = optimizer.state_dict()["kfac"]["acceptance"]["pending"]["kept"]
+        assert (kept is not None) == rejected
+
+
+@pytest.mark.parametrize("suspicion", [4.0, None])
+def test_without_suspicion_no_step_is_validated_out_of_turn(suspicion):
+    damping = AdaptiveDamping(settling=15, interval=100)
+    optimizer = KFAC(network(), LOSS, damping=damping, acceptance=Acceptance(suspicion=suspicion))
+    for step in range(17):
+        x, y = data(step)
+        optimizer.step(optimizer.closure(x, y + (30.0 if step == 16 else 0.0)))
+    assert (optimizer.report.next_rho is None) == (suspicion is None)
+
+
+@pytest.mark.parametrize("name", ["rejection", "suspicion"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_settings_of_the_acceptance_are_checked(name, value):
+    with pytest.raises(ValueError, match=name):
+        Acceptance(**{name: value})
