@@ -266,31 +266,6 @@ def one_after_the_other(model: nn.Module) -> None:
     F.cross_entropy(b, Y).backward()
 
 
-def masked(model: nn.Module) -> Tensor:
-    z = model(X)
-    z[:, 0] = -1.0
-    return z
-
-
-def through_a_view(model: nn.Module) -> Tensor:
-    z = model(X)
-    z[:, :2].mul_(5)
-    return z
-
-
-def into_its_own(model: nn.Module) -> Tensor:
-    t = torch.ones(N, C, dtype=torch.float64)
-    t += model(X)
-    return t
-
-
-def row_by_row(model: nn.Module) -> Tensor:
-    t = torch.empty(N, C, dtype=torch.float64)
-    t[:2] = model(X[:2])
-    t[2:] = model(X[2:])
-    return t
-
-
 def checkpointed_parts(reentrant: bool) -> Callable[[nn.Module], Tensor]:
     def call(model: nn.Module) -> Tensor:
         x = X.clone().requires_grad_()
@@ -420,10 +395,6 @@ CASES = {
         **classify(lambda m: F.linear(X, m.weight, m.bias)),
         uses_seen=False,
     ),
-    "written to": Case(plain(), **classify(masked)),
-    "written to through a view": Case(plain(), **classify(through_a_view)),
-    "into its own": Case(plain(), **classify(into_its_own)),
-    "row by row": Case(plain(), **classify(row_by_row)),
 }
 each_case = pytest.mark.parametrize("name", CASES)
 

@@ -115,10 +115,6 @@ def scaled(z: Tensor, y: Tensor) -> Tensor:
     return LOSS(2 * z, y)
 
 
-def scaled_in_place(z: Tensor, y: Tensor) -> Tensor:
-    return LOSS(z.mul_(2), y)
-
-
 def some_outputs(z: Tensor, y: Tensor) -> Tensor:
     return LOSS(z[:, :2], y[:, :2])
 
@@ -141,7 +137,6 @@ def two_targets(z: Tensor, y: Tensor) -> Tensor:
 
 OWN_LOSSES: list[Callable[[Tensor, Tensor], Tensor]] = [
     scaled,
-    scaled_in_place,
     some_outputs,
     some_rows,
     transposed,

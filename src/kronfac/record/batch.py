@@ -48,6 +48,8 @@ class ModelCall:
     """Copies of the buffers that it writes to, from before it."""
     path: str = ""
     """Which module was called, as `named_modules` has it; the model itself by default."""
+    shapes: tuple[torch.Size, ...] = ()
+    """Shapes of the tensors in what it returned."""
 
     def run(self, model: Function, values: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
         """The tensors that it computes, with their indices."""
@@ -75,8 +77,6 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[int, ...]
-    written: tuple[tuple[int, int], ...] = ()
-    """What it has written to in place, with views of it: indices from before and from then on."""
     random: RandomState | None = None
     """The generators' state before it, if it drew from them."""
 
@@ -86,8 +86,9 @@ class Operation:
         with replay(self.random):
             result = self.function(*args, **kwargs)
         yield from zip(self.outputs, tensors_of(result), strict=True)
-        for before, after in self.written:
-            yield after, values[before]
+
+
+Step = ModelCall | Operation
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class LossCall:
 class Pass:
     """One micro-batch."""
 
-    steps: tuple[ModelCall | Operation, ...]
+    steps: tuple[Step, ...]
     losses: tuple[LossCall, ...]
     dims: ExampleDims = BY_CONVENTION
     """Where it has its examples (`examples.py`)."""

@@ -1,10 +1,94 @@
-"""The closure that `KFAC.closure` makes: one mini-batch, in micro-batches."""
+"""Closures: recorded as a whole, and made by `KFAC.closure` for one mini-batch in micro-batches."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from kronfac.errors import LoopError, TargetError
+from kronfac.errors import ClosureError, LoopError, TargetError
+from kronfac.model.own_pass import instead_of_checkpoints, not_reentrant
+from kronfac.model.side_effects import Buffers
 from kronfac.objective import Objective
+from kronfac.record.batch import Batch, ModelCall
+from kronfac.record.losses import assemble
+from kronfac.record.mode import Recording, is_compiled
+
+
+class ClosureRecording(Recording):
+    """What happens inside a closure."""
+
+    def batch(self) -> Batch:
+        """The mini-batch of the closure.
+
+        Raises:
+            ClosureError: the model was not called, or its inputs were changed afterwards.
+        """
+        if not (self.losses or any(isinstance(step, ModelCall) for step in self.steps)):
+            raise ClosureError(
+                f"The closure never called the model ({type(self.model).__name__}) with gradients "
+                "enabled, so there is nothing to take a step from. Call the model that KFAC was "
+                "given, in the closure."
+            )
+        whole = self.record()
+        for seen in self.losses:
+            seen.record = whole
+        changed = ClosureError(
+            "The closure changed inputs or targets in place after it had called the model with them, "
+            "but KFAC goes through the same examples again. Use a new tensor for every call."
+        )
+        batch = assemble(self.losses, [whole], self.objective, changed)
+        assert batch is not None
+        return batch
+
+
+@contextmanager
+def record(
+    model: nn.Module, objective: Objective, buffers: Buffers | None = None
+) -> Iterator[ClosureRecording]:
+    """Record everything that this thread does with the model and losses, inside this context.
+
+    `buffers` are the model's, or those of the module inside it if it is compiled.
+    """
+    own: nn.Module = getattr(model, "_orig_mod", model)
+    recording = ClosureRecording(model, objective, Buffers(own) if buffers is None else buffers)
+    with ExitStack() as stack:
+        for path, module in _modules(model):
+            before = partial(recording.before_model, path)
+            after = partial(recording.after_model, path)
+            for handle in (
+                # Before other hooks, which may change what the module is given: they will do so again.
+                module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+                module.register_forward_hook(after, with_kwargs=True, always_call=True),
+            ):
+                stack.callback(handle.remove)
+        stack.enter_context(instead_of_checkpoints(not_reentrant))
+        stack.enter_context(recording)
+        yield recording
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The model and the modules in it that have something to train, each once.
+
+    Not those inside of compiled ones, which a hook would make the compiler compile again.
+    """
+    seen: set[nn.Module] = set()
+    stack = [("", model)]
+    while stack:
+        path, module = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield path, module
+        if is_compiled(module):
+            continue
+        stack += [
+            (f"{path}.{name}" if path else name, child)
+            for name, child in module.named_children()
+            if not isinstance(child, torch.jit.ScriptModule)
+            and any(p.requires_grad for p in child.parameters())
+        ]
 
 
 class MiniBatchClosure:

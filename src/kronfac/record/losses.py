@@ -1,6 +1,6 @@
 """Recorded loss calls, and the mini-batch that they make with the calls of the model before them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -9,27 +9,22 @@ from torch import Tensor
 from kronfac.errors import KronfacError, UnsupportedLossError
 from kronfac.model.nested import refs_of
 from kronfac.objective import Objective
-from kronfac.record.batch import Batch, LossCall, ModelCall, Operation, Pass
-
-Step = ModelCall | Operation
-Versions = list[tuple[Tensor, int]]
+from kronfac.record.batch import Batch, LossCall, ModelCall, Pass, Step
 
 
 @dataclass(eq=False)
 class Record:
-    """What a closure did with the model; in a loop, one call of the model with those that it depends on."""
+    """What a closure did; in a loop, one call of the model or the loss, after those that it depends on."""
 
     steps: list[Step]
-    versions: Versions
-    """Tensors that they were given, with their versions then."""
-    shapes: dict[int, torch.Size]
-    """Shapes of the tensors that they computed, by index."""
+    versions: list[tuple[Tensor, int]]
+    """Tensors that the steps were given, with their versions at that time."""
     mixed: bool
     """Whether they ran in half precision."""
     number: int = 0
-    """Their place among other records."""
+    """Its place among other records."""
     read: bool = False
-    """Whether a loss of their outputs was recorded."""
+    """Whether a loss of the outputs was recorded."""
 
 
 @dataclass(eq=False)
@@ -37,15 +32,13 @@ class SeenLoss:
     """A loss call, the gradient that arrived at it, and what computes it again."""
 
     call: LossCall
-    loss: Tensor | None
-    """Its value; None if the outputs were declared with `kronfac.observe`."""
+    value: Tensor | None
+    """What it returned; None if the outputs were declared with `kronfac.observe`."""
     number: int
     """Its place among other losses."""
+    record: Record | None = None
+    """The steps before it, from the model on."""
     arrived: Tensor | None = None
-    records: list[Record] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    """Operations between the model and the loss."""
-    versions: Versions = field(default_factory=list)
     inside: bool = False
     """Whether the model called it."""
     outside: dict[int, torch.Size] = field(default_factory=dict)
@@ -56,8 +49,8 @@ class SeenLoss:
         self.arrived = gradient if self.arrived is None else self.arrived + gradient
 
     def with_factor(self) -> LossCall | None:
-        """The call with its factor in the objective; None if nothing arrived at it."""
-        if self.loss is None:
+        """The call with its factor in the objective; None if no gradient arrived at it."""
+        if self.value is None:
             return self.call
         if self.arrived is None:
             return None
@@ -73,16 +66,15 @@ class SeenLoss:
                     "out, or declare the terms that are minimised with kronfac.observe."
                 )
         terms = self.call.terms
-        # A loss without a reduction: how it is reduced is what arrives at each of its elements.
+        # A loss without a reduction: the gradient at each element is its weight.
         own = terms.weighed_by(self.arrived) if self.arrived.dim() else terms.scaled(factor)
-        value = (self.loss * self.arrived).sum()
+        value = (self.value * self.arrived).sum()
         return replace(self.call, terms=own, value=value, factor=factor)
 
 
-def joined(records: Sequence[Record], steps: Sequence[Step]) -> list[Step]:
-    """The steps of several records in their order, each once, and further ones."""
-    before = [step for one in sorted(records, key=lambda r: r.number) for step in one.steps]
-    return list({id(step): step for step in (*before, *steps)}.values())
+def joined(records: Iterable[Record]) -> list[Step]:
+    """The steps of several records, each once; a step comes after those that it depends on."""
+    return list({id(step): step for one in records for step in one.steps}.values())
 
 
 def assemble(
@@ -91,7 +83,7 @@ def assemble(
     objective: Objective,
     changed: KronfacError,
 ) -> Batch | None:
-    """The mini-batch of loss calls; without any, that of calls of the model, with the loss given to KFAC.
+    """The mini-batch of loss calls; without any, the calls of the model with the loss given to KFAC.
 
     Args:
         losses: in any order.
@@ -103,20 +95,16 @@ def assemble(
         None if there is neither.
     """
     losses = sorted(losses, key=lambda seen: seen.number)
-    records = [one for seen in losses for one in seen.records]
-    records = records or sorted(others, key=lambda record: record.number)
+    found = [seen.record for seen in losses if seen.record is not None]
+    records = list(dict.fromkeys(found or sorted(others, key=lambda record: record.number)))
     if not records:
         return None
-    versions = [*(one.versions for one in records), *(seen.versions for seen in losses)]
-    if any(tensor._version != version for given in versions for tensor, version in given):
+    if any(tensor._version != version for one in records for tensor, version in one.versions):
         raise changed
-    mixed = any(one.mixed for one in records)
+    steps, mixed = joined(records), any(one.mixed for one in records)
     calls = [call for seen in losses if (call := seen.with_factor()) is not None]
     if not calls:
-        shapes = {index: shape for one in records for index, shape in one.shapes.items()}
-        passes = _declare(joined(records, []), shapes, objective)
-        return Batch(passes, seen=False, assumed=True, mixed=mixed)
-    steps = joined(records, [step for seen in losses for step in seen.steps])
+        return Batch(_declare(steps, objective), seen=False, assumed=True, mixed=mixed)
     seen = all(call.function is not None for call in calls)
     outside = {key: shape for one in losses for key, shape in one.outside.items()}
     return Batch(_group(steps, calls), seen=seen, mixed=mixed, outside=tuple(outside.values()))
@@ -124,10 +112,10 @@ def assemble(
 
 def _group(steps: Sequence[Step], losses: Sequence[LossCall]) -> tuple[Pass, ...]:
     """One pass for every set of loss calls that share a call of the model."""
-    producers = {i: n for n, step in enumerate(steps) for i in _outputs(step)}
+    producers = _producers(steps)
     passes: list[tuple[set[int], list[LossCall]]] = []
     for loss in losses:
-        needed, together = _needed(steps, loss.input, producers), [loss]
+        needed, together = _needed(steps, [loss.input], producers), [loss]
         for other in [p for p in passes if p[0] & needed]:
             passes.remove(other)
             needed, together = needed | other[0], other[1] + together
@@ -138,25 +126,23 @@ def _group(steps: Sequence[Step], losses: Sequence[LossCall]) -> tuple[Pass, ...
     )
 
 
-def _declare(
-    steps: Sequence[Step], shapes: dict[int, torch.Size], objective: Objective
-) -> tuple[Pass, ...]:
-    """Passes without a loss call that was seen: the loss module's curvature at the model's outputs.
+def _declare(steps: Sequence[Step], objective: Objective) -> tuple[Pass, ...]:
+    """Passes whose loss was not recorded: the curvature of KFAC's loss at the model's outputs.
 
-    If parts of the model were called, at the outputs of those that no other part goes on with.
+    If parts of the model were called, at the outputs of those that no other part uses.
     """
-    producers = {i: n for n, step in enumerate(steps) for i in _outputs(step)}
+    producers = _producers(steps)
     calls = {n: step for n, step in enumerate(steps) if isinstance(step, ModelCall)}
-    sources = {n: _sources(steps, call, producers) for n, call in calls.items()}
+    sources = {n: _needed(steps, refs_of((c.args, c.kwargs)), producers) for n, c in calls.items()}
     passes = []
     for n, call in calls.items():
         if any(n in others for others in sources.values()):
             continue
         # A number is no prediction: models that compute their own loss return it first.
-        prediction = next((i for i in call.outputs if len(shapes[i])), call.outputs[0])
-        terms = objective.declare(shapes[prediction])
+        outputs = list(zip(call.outputs, call.shapes, strict=True))
+        prediction, shape = next((pair for pair in outputs if len(pair[1])), outputs[0])
         own = tuple(steps[i] for i in sorted({n} | sources[n]))
-        passes.append(Pass(own, (LossCall(prediction, terms),)))
+        passes.append(Pass(own, (LossCall(prediction, objective.declare(shape)),)))
     if not objective.mean:
         return tuple(passes)
     # Each call is a micro-batch of the same objective.
@@ -166,30 +152,22 @@ def _declare(
     )
 
 
-def _needed(steps: Sequence[Step], index: int, producers: dict[int, int]) -> set[int]:
-    """The steps that a tensor is computed by."""
-    number = producers[index]
-    return {number} | _sources(steps, steps[number], producers)
+def _producers(steps: Sequence[Step]) -> dict[int, int]:
+    """For the index of every tensor, the number of the step that computes it."""
+    return {
+        index: n
+        for n, step in enumerate(steps)
+        for index in step.outputs + (step.losses if isinstance(step, ModelCall) else ())
+    }
 
 
-def _sources(steps: Sequence[Step], step: Step, producers: dict[int, int]) -> set[int]:
-    """The steps that what a step is given is computed by."""
+def _needed(steps: Sequence[Step], wanted: Iterable[int], producers: dict[int, int]) -> set[int]:
+    """The numbers of the steps that compute these tensors."""
     needed: set[int] = set()
-    wanted = _inputs(step)
-    while wanted:
-        number = producers[wanted.pop()]
+    stack = list(wanted)
+    while stack:
+        number = producers[stack.pop()]
         if number not in needed:
             needed.add(number)
-            wanted += _inputs(steps[number])
+            stack += refs_of((steps[number].args, steps[number].kwargs))
     return needed
-
-
-def _inputs(step: Step) -> list[int]:
-    written = [before for before, _ in step.written] if isinstance(step, Operation) else []
-    return refs_of((step.args, step.kwargs)) + written
-
-
-def _outputs(step: Step) -> tuple[int, ...]:
-    if isinstance(step, ModelCall):
-        return step.outputs + step.losses
-    return step.outputs + tuple(after for _, after in step.written)

@@ -4,6 +4,9 @@ A record is attached to its graph: to the nodes of the model's outputs, then to 
 forward pass that is never differentiated leaves nothing behind. A backward pass that arrives at the loss
 hands the record to the recorder, which keeps it until the step, or until gradients are dropped. No graph
 and no activations are kept, only the arguments of the model and the loss.
+
+A hook calls `BackwardWatch.begin` in the middle of a backward pass. At its end, torch calls back: from then
+on, the gradients that it has written are known by their versions.
 """
 
 import threading
@@ -14,13 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from kronfac.errors import LoopError
 from kronfac.model.nested import tensors_of
 from kronfac.model.own_pass import mixed
 from kronfac.model.side_effects import Buffers, device_of, stand_by
 from kronfac.objective import LISTENERS, Likelihood, Objective, observe
-from kronfac.record.backward import BackwardWatch
 from kronfac.record.batch import Batch, ModelCall
 from kronfac.record.graph import Known, trace_back
 from kronfac.record.losses import Record, SeenLoss, assemble
@@ -259,16 +263,9 @@ class Recorder:
         self.forwards += 1
         record = recording.record(next(self._indices))
         for seen in recording.losses:
-            seen.records, seen.inside = [record], True
+            seen.record, seen.inside = record, True
         for tensor, index in zip(tensors_of(outputs), call.outputs, strict=True):
             self._attach(tensor, index, record)
-
-    def on_observe(self, z: Tensor, likelihood: Likelihood, **options: Any) -> None:
-        """A declaration by `kronfac.observe`, outside of the model."""
-        self._before_loss(self.model, (z,), {})
-        if self._running.calls[-1] is not None:
-            observe(z, likelihood, **options)
-        self._after_loss(self.model, (z,), {}, z)
 
     def _before_loss(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -289,16 +286,20 @@ class Recorder:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
     ) -> None:
         recording = self._leave()
-        if recording is None:
+        if recording is None or not recording.losses:
             return
+        record = recording.record(next(self._indices))
         for seen in recording.losses:
-            seen.records, seen.steps, seen.versions = (
-                recording.sources,
-                recording.steps,
-                recording.versions,
-            )
-            for record in recording.sources:
-                record.read = True
+            seen.record = record
+        for source in recording.sources:
+            source.read = True
+
+    def on_observe(self, z: Tensor, likelihood: Likelihood, **options: Any) -> None:
+        """A declaration by `kronfac.observe`, outside of the model."""
+        self._before_loss(self.model, (z,), {})
+        if self._running.calls[-1] is not None:
+            observe(z, likelihood, **options)
+        self._after_loss(self.model, (z,), {}, z)
 
     def _recording(self, mode: bool = True) -> Recording:
         return Recording(
@@ -314,21 +315,22 @@ class Recorder:
         return recording
 
     def _recognize(self, values: Any, recording: Recording) -> None:
-        """Let a recording know what among values was computed from outputs of the model."""
+        """Let a recording know the tensors among values that were computed from the model's outputs."""
         for tensor in tensors_of(values):
             if tensor.grad_fn is not None:
                 found = trace_back(tensor, self._known, self._indices)
                 if found is None:
                     self.unread += 1
                 else:
-                    recording.recognize(found, tensor)
+                    source = found.start.record
+                    recording.recognize(tensor, found.index, source, found.operations)
 
     def _known(self, node: Any, number: int) -> Known | None:
         known: dict[tuple[int, int], Known] | None = node.metadata.get("kronfac")
         return None if known is None else known.get((self._key, number))
 
     def _attach(self, tensor: Tensor, index: int, record: Record) -> None:
-        """Let an output of the model carry what it was computed by, on its graph."""
+        """Keep the record of an output of the model with the output's node of the graph."""
         if tensor.grad_fn is None:
             return
         node: Any = tensor.grad_fn
@@ -358,3 +360,87 @@ class Recorder:
             at.arrive(gradient)
             if not any(other is at for other in self._losses):
                 self._losses.append(at)
+
+
+# ------------------------------------------------------------------------------------- backward passes
+
+
+class BackwardWatch:
+    """Versions of gradients at the end of the last backward pass, and at the last step."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], ended: Callable[[bool], None]) -> None:
+        self._parameters = parameters
+        self._ended = ended
+        """Called at the end, with whether gradients were written: `autograd.grad` writes none."""
+        self._before: list[tuple[Tensor | None, int]] | None = None
+        self._left: Any = WeakTensorKeyDictionary()
+        self._stepped: Any = WeakTensorKeyDictionary()
+        self.passes = 0
+        """Backward passes since the last step."""
+        self.added_to_old = False
+        """Whether the first of them has added to gradients that the last step went by."""
+
+    def begin(self) -> bool:
+        """Whether a new backward pass has begun, and there were no gradients before it."""
+        if self._before is not None:
+            return False
+        self._before = self._gradients()
+        # After the callbacks of this pass: DistributedDataParallel writes gradients in its own.
+        queue = Variable._execution_engine.queue_callback
+        queue(lambda: queue(self._end))
+        return all(gradient is None for gradient, _ in self._before)
+
+    def give_up(self) -> None:
+        """Forget a backward pass that has failed."""
+        self._before = None
+
+    def _end(self) -> None:
+        before, self._before = self._before, None
+        if before is None:
+            return
+        now = self._gradients()
+        written = any(
+            g is not old or v != version for (g, v), (old, version) in zip(now, before, strict=True)
+        )
+        if written:
+            old = (self._stepped.get(g) == version for g, version in before if g is not None)
+            self.added_to_old = self.added_to_old or (not self.passes and any(old))
+            self.passes += 1
+            self._left = _versions(now)
+        self._ended(written)
+
+    def step(self) -> None:
+        """A step goes by the gradients as they are."""
+        self._stepped = _versions(self._gradients())
+        self.passes, self.added_to_old = 0, False
+
+    def dropped(self) -> bool:
+        """Whether the gradients of backward passes since the last step were dropped, or zeroed in place."""
+        if not self.passes:
+            return False
+        now = self._gradients()
+        if all(g is None for g, _ in now):
+            return True
+        touched = any(g is not None and self._left.get(g, v) != v for g, v in now)
+        return touched and not any(g is not None and bool(g.any()) for g, _ in now)
+
+    def any_gradient(self) -> bool:
+        """Whether a parameter has a gradient, from wherever."""
+        return any(p.grad is not None for p in self._parameters)
+
+    def only_zeros(self) -> bool:
+        """Whether there are gradients, and all of them are zero."""
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        return bool(grads) and not any(bool(grad.any()) for grad in grads)
+
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        grads = [p.grad for p in self._parameters]
+        return [(None, 0) if g is None else (g, g._version) for g in grads]
+
+
+def _versions(gradients: Sequence[tuple[Tensor | None, int]]) -> Any:
+    versions = WeakTensorKeyDictionary()
+    for gradient, version in gradients:
+        if gradient is not None:
+            versions[gradient] = version
+    return versions
