@@ -79,8 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "others": ({}, {"to": "others"}),
     "separate": ({"kdim": 5, "vdim": 3}, {"to": "others"}),
     "separate, no bias": ({"kdim": 5, "vdim": 3, "bias": False}, {"to": "others"}),
-    "learned keys": ({"add_bias_kv": True}, {}),
-    "zero key": ({"add_zero_attn": True, "add_bias_kv": True}, {"need_weights": False}),
+    "zero key": ({"add_zero_attn": True}, {"need_weights": False}),
     "mask": ({}, {"attn_mask": CAUSAL}),
     "mask of numbers": ({}, {"attn_mask": normal(L, L), "need_weights": False}),
     "causal": ({}, {"attn_mask": CAUSAL, "is_causal": True, "need_weights": False}),
@@ -88,7 +87,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "padding": ({}, {"padding": True}),
     "padding, fused": ({"batch_first": True}, {"padding": True, "need_weights": False}),
     "padding, causal": (
-        {"add_bias_kv": True, "add_zero_attn": True},
+        {"add_zero_attn": True},
         {"padding": True, "attn_mask": CAUSAL, "is_causal": True, "need_weights": False},
     ),
 }  # fmt: skip
@@ -105,15 +104,11 @@ def test_uses(case):
 
 
 def test_units():
-    """A packed weight and its bias are one; a bias for several weights, and learned keys, are dense."""
-    units = {u.names: u for u in find_units(attention(add_bias_kv=True)).units}
-    assert set(units) == {
-        ("in_proj_weight", "in_proj_bias"), ("bias_k",), ("bias_v",),
-        ("out_proj.weight", "out_proj.bias"),
-    }  # fmt: skip
+    """A packed weight and its bias are one; a bias for several weights is dense."""
+    units = {u.names: u for u in find_units(attention()).units}
+    assert set(units) == {("in_proj_weight", "in_proj_bias"), ("out_proj.weight", "out_proj.bias")}
     assert units["in_proj_weight", "in_proj_bias"].shape == (3 * E, E + 1)
     assert isinstance(units["in_proj_weight", "in_proj_bias"].block, KroneckerBlock)
-    assert isinstance(units["bias_k",].block, DenseBlock)
     separate = {u.names: u for u in find_units(attention(kdim=5, vdim=3)).units}
     assert [(n, u.shape) for n, u in separate.items()] == [
         (("in_proj_bias",), (3 * E, 1)),
@@ -124,6 +119,13 @@ def test_units():
     ]
     assert isinstance(separate["in_proj_bias",].block, DenseBlock)
     assert isinstance(separate["k_proj_weight",].block, KroneckerBlock)
+
+
+def test_learned_keys_have_diagonal_blocks():
+    model = Attend(attention(add_bias_kv=True))
+    with record_uses([], find_units(model).units, N) as seen:
+        model(normal(N, L, E))
+    assert seen.unseen.keys() == {id(model.module.bias_k), id(model.module.bias_v)}
 
 
 def test_other_keys_are_further_places():
@@ -185,8 +187,8 @@ def test_dropout_has_the_masks_of_torch(dtype, need_weights, batch_first, to):
 
 
 def test_one_example_with_one_place_makes_its_blocks_exact():
-    """With a learned key beside it, as attention to one place alone is no attention."""
-    model = Attend(attention(add_bias_kv=True), need_weights=False)
+    """With a key of zeros beside it, as attention to one place alone is no attention."""
+    model = Attend(attention(add_zero_attn=True), need_weights=False)
     network = assert_uses(model, normal(1, 1, E))
     assert_exact(network, normal(1, 1, E))
 
