@@ -1,14 +1,18 @@
 """nn.LSTM, nn.GRU, nn.RNN: every layer and direction has V = [W_ih b_ih] and [W_hh b_hh].
 
 Torch computes the states, one layer at a time. From them the products of all time steps are computed again,
-at once: W_ih x + b_ih, W_hh h₋ + b_hh, and W_hr u if an LSTM has a projection, with h₋ the states one step
-before, taken as constants. They go into a node of the graph whose outputs are torch's states and whose
-derivatives are those through time (`through_time.py`). So each matrix has one use, with time steps as
-places, and its gradient is that of the whole recurrence. Tensors are (time, batch, features): examples are
-dimension 1.
+at once: s = W_ih x + b_ih and q = W_hh h₋ + b_hh, with h₋ the states one step before, taken as constants.
+Then the states follow from s and q, step by step, so that gradients go back through time. So each matrix
+has one use, with time steps as places, and its gradient is that of the whole recurrence. With σ = sigmoid:
+
+- RNN:   h = f(s + q)
+- LSTM:  c = σ_f c₋ + σ_i tanh(s_g + q_g),  h = u = σ_o tanh c, or W_hr u
+- GRU:   n = tanh(s_n + σ_r q_n),  h = (1 − σ_z) n + σ_z h₋
+
+Tensors are (time, batch, features), gates side by side: examples are dimension 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,18 +22,40 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kronfac.model.functions import Function, SeeFunctions, observes
-from kronfac.model.layers.through_time import CELLS, KINDS, Kind, Products, states
 from kronfac.model.registry import Layer, register
 from kronfac.model.uses import Layout
+
+Step = Callable[..., tuple[Tensor, ...]]
+"""From s and q of one time step, and the states before it, to the states after it, h first."""
+
+
+def _relu(s: Tensor, q: Tensor, h: Tensor) -> tuple[Tensor]:
+    return (torch.relu(s + q),)
+
+
+def _tanh(s: Tensor, q: Tensor, h: Tensor) -> tuple[Tensor]:
+    return (torch.tanh(s + q),)
+
+
+def _lstm(s: Tensor, q: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    i, f, g, o = (s + q).chunk(4, dim=-1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def _gru(s: Tensor, q: Tensor, h: Tensor) -> tuple[Tensor]:
+    (s_r, s_z, s_n), (q_r, q_z, q_n) = s.chunk(3, dim=-1), q.chunk(3, dim=-1)
+    z = torch.sigmoid(s_z + q_z)
+    n = torch.tanh(s_n + torch.sigmoid(s_r + q_r) * q_n)
+    return (n + z * (h - n),)
 
 
 @dataclass(frozen=True)
 class Times:
     """Sequences as (time, batch, features), those of different lengths with zeros after them."""
 
-    counts: Tensor | None = (
-        None  # (time, batch), whether a sequence goes on; None if all are as long
-    )
+    counts: Tensor | None = None
+    """(time, batch), whether a sequence goes on; None if all are as long."""
     batch_sizes: Tensor | None = None
 
     @classmethod
@@ -42,12 +68,13 @@ class Times:
         """(time, batch, features) from what torch has: the same, or (all times, features)."""
         if self.counts is None:
             return data
-        empty = data.new_zeros(self.counts.numel(), data.shape[-1])
-        return empty.index_copy(0, self._places, data).view(*self.counts.shape, -1)
+        return data.new_zeros(*self.counts.shape, data.shape[-1]).masked_scatter(
+            self.counts.unsqueeze(-1), data
+        )
 
     def data(self, x: Tensor) -> Tensor:
         """The reverse."""
-        return x if self.counts is None else x.flatten(0, 1).index_select(0, self._places)
+        return x if self.counts is None else x[self.counts]
 
     def backwards(self, x: Tensor) -> Tensor:
         """Every sequence from its end to its beginning, which is its own reverse."""
@@ -57,37 +84,8 @@ class Times:
         index = torch.where(self.counts, self.counts.sum(dim=0) - 1 - time, time)
         return x.gather(0, index.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
-    def last(self, x: Tensor) -> Tensor:
-        """What every sequence has at its end, (batch, features)."""
-        if self.counts is None:
-            return x[-1]
-        return x[self.counts.sum(dim=0) - 1, torch.arange(x.shape[1], device=x.device)]
 
-    @property
-    def _places(self) -> Tensor:
-        assert self.counts is not None
-        return self.counts.flatten().nonzero().squeeze(1)
-
-
-@dataclass(frozen=True)
-class Matrices:
-    """The parameters of one direction of one layer."""
-
-    ih: Tensor
-    hh: Tensor
-    b_ih: Tensor | None
-    b_hh: Tensor | None
-    hr: Tensor | None
-
-    @classmethod
-    def of(cls, flat: Sequence[Tensor], bias: bool) -> "Matrices":
-        """In torch's order."""
-        b_ih, b_hh = flat[2:4] if bias else (None, None)
-        rest = flat[4:] if bias else flat[2:]
-        return cls(flat[0], flat[1], b_ih, b_hh, rest[0] if rest else None)
-
-
-def _recurrent(function: Function, kind: Kind, see: SeeFunctions, *args: Any) -> tuple[Tensor, ...]:
+def _recurrent(function: Function, step: Step, see: SeeFunctions, *args: Any) -> tuple[Tensor, ...]:
     """What `function` computes: (input, states, parameters, …), or (data, batch sizes, states, …)."""
     packed = isinstance(args[3], (list, tuple))
     data, given = args[0], args[2 if packed else 1]
@@ -103,99 +101,107 @@ def _recurrent(function: Function, kind: Kind, see: SeeFunctions, *args: Any) ->
     for layer in range(layers):
         some = slice(layer * directions, (layer + 1) * directions)
         weights = flat[some.start * each : some.stop * each]
-        parts = [Matrices.of(weights[d * each : (d + 1) * each], bias) for d in range(directions)]
         h = [x[some] for x in start]
         with torch.no_grad():
-            # Of parameters that are theirs alone, which K-FAC has in the graph only in the products.
             front = (data,) if times.batch_sizes is None else (data, times.batch_sizes)
             state = tuple(h) if len(h) > 1 else h[0]
             options = (bias, 1, 0.0, training, both)
             back = options if packed else (*options, False)
             found = times.padded(function(*front, state, weights, *back)[0])
-        data, last = _layer(see, function, kind, times, times.padded(data), h, found, parts)
-        for found_so_far, x in zip(ends, last, strict=True):
-            found_so_far.extend(x)
-        data = times.data(data)
+        outputs, x = [], times.padded(data)
+        for d, own in enumerate(found.chunk(directions, dim=-1)):
+            turn = times.backwards if d else _same
+            parameters = weights[d * each : (d + 1) * each]
+            begin = [state[d] for state in h]
+            states, last = _direction(
+                see, function, step, times.counts, turn(x), turn(own), begin, parameters, bias
+            )
+            outputs.append(turn(states))
+            for end, value in zip(ends, last, strict=True):
+                end.append(value)
+        data = times.data(outputs[0] if directions == 1 else torch.cat(outputs, dim=-1))
         if dropout and training and layer < layers - 1:
             data = functional.dropout(data, dropout)
-    outputs = data.transpose(0, 1) if first else data
-    return outputs, *(torch.stack(x) for x in ends)
-
-
-def _layer(
-    see: SeeFunctions,
-    function: Function,
-    kind: Kind,
-    times: Times,
-    x: Tensor,
-    start: Sequence[Tensor],
-    found: Tensor,
-    parts: Sequence[Matrices],
-) -> tuple[Tensor, list[list[Tensor]]]:
-    """The outputs of one layer with their graph, and its last states, for every direction.
-
-    Args:
-        see: what records uses.
-        function: torch's.
-        kind: its derivatives.
-        times: which time steps there are.
-        x: the inputs, (time, batch, features).
-        start: the first states, (directions, batch, features) each.
-        found: the outputs as torch computes them, (time, batch, directions · features).
-        parts: the parameters of every direction.
-    """
-    outputs, ends = [], []
-    # No views, which may not be outputs of a node: what follows may write to them.
-    each = [found] if len(parts) == 1 else [x.contiguous() for x in found.chunk(2, dim=-1)]
-    for d, (own, matrices) in enumerate(zip(each, parts, strict=True)):
-        turn = times.backwards if d else _same
-        begin = [h[d] for h in start]
-        inputs = turn(x).contiguous()  # a product with a bias is faster that way
-        products = _products(see, function, kind, times, inputs, begin[0], turn(own), matrices)
-        h, *others = states(products, turn(own), begin)
-        outputs.append(turn(h))
-        ends.append([times.last(state) for state in (h, *others)])
-    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-    return joined, [list(pair) for pair in zip(*ends, strict=True)]
+    outputs_first = data.transpose(0, 1) if first else data
+    return outputs_first, *(torch.stack(x) for x in ends)
 
 
 def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _products(
+def _direction(
     see: SeeFunctions,
     function: Function,
-    kind: Kind,
-    times: Times,
+    step: Step,
+    counts: Tensor | None,
     x: Tensor,
-    h0: Tensor,
-    h: Tensor,
-    matrices: Matrices,
-) -> Products:
-    """The products of all time steps, seen; h are the states that torch has computed."""
-    layout = Layout(dim=1, counts=times.counts)
-    before = torch.cat([h0.detach().unsqueeze(0), h[:-1]])
+    found: Tensor,
+    begin: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    bias: bool,
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """The outputs of one direction of a layer, with their graph, and its last states.
+
+    Args:
+        see: what records uses.
+        function: torch's.
+        step: its equations.
+        counts: which places count, see `Times`.
+        x: the inputs.
+        found: h as torch computes it.
+        begin: the first states, (batch, features) each.
+        parameters: W_ih, W_hh, b_ih and b_hh if there are any, W_hr if there is one.
+        bias: whether there are.
+    """
+    W_ih, W_hh, *others = parameters
+    b_ih, b_hh = others[:2] if bias else (None, None)
+    before = torch.cat([begin[0].detach().unsqueeze(0), found[:-1]])
 
     def product(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         outputs = functional.linear(a, weight, bias)
-        see.product(outputs, weight, a, bias, function, layout)
+        see.product(outputs, weight, a, bias, function, Layout(dim=1, counts=counts))
         return outputs
 
-    return Products(
-        kind,
-        product(x, matrices.ih, matrices.b_ih),
-        product(before, matrices.hh, matrices.b_hh),
-        before,
-        matrices.hh.detach(),
-        None if matrices.hr is None else partial(product, weight=matrices.hr, bias=None),
-        None if matrices.hr is None else matrices.hr.detach(),
-    )
+    # A product with a bias is faster if its inputs are contiguous.
+    s, q = product(x.contiguous(), W_ih, b_ih), product(before, W_hh, b_hh)
+
+    W = W_hh.detach().mT
+
+    def through_time(project: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+        """The states h of all times, and all states at the end."""
+        states, outputs = list(begin), []
+        times = zip(s.unbind(), q.unbind(), before.unbind(), strict=True)
+        for t, (s_t, q_t, h) in enumerate(times):
+            # Zeros, with the derivative of q by h₋.
+            q_t = torch.addmm(q_t, states[0] - h, W)
+            u, *rest = step(s_t, q_t, *states)
+            new = [project(t, u), *rest]
+            if counts is not None:  # a sequence that has ended stays as it is
+                pairs = zip(new, states, strict=True)
+                new = [torch.where(counts[t].unsqueeze(-1), now, old) for now, old in pairs]
+            states = new
+            outputs.append(states[0])
+        return torch.stack(outputs), states
+
+    W_hr = others[-1] if len(others) % 2 else None
+    if W_hr is None:
+        return through_time(lambda t, u: u)
+    known: list[Tensor] = []
+
+    def note(t: int, u: Tensor) -> Tensor:
+        known.append(u)
+        return functional.linear(u, W_hr)
+
+    with torch.no_grad():
+        through_time(note)
+    projected = product(torch.stack(known), W_hr, None)
+    return through_time(lambda t, u: projected[t] + functional.linear(u - known[t], W_hr.detach()))
 
 
 def _cell(
     function: Function,
-    kind: Kind,
+    step: Step,
     see: SeeFunctions,
     input: Tensor,
     hx: Any,
@@ -205,20 +211,33 @@ def _cell(
     b_hh: Tensor | None = None,
 ) -> Any:
     """One time step, (batch, features)."""
-    h, *others = hx if isinstance(hx, (list, tuple)) else [hx]
-    see.give_up_inputs(function, input, h, *others)
+    states = hx if isinstance(hx, (list, tuple)) else [hx]
+    see.give_up_inputs(function, input, *states)
     products = []
-    for x, weight, bias in ((input, w_ih, b_ih), (h, w_hh, b_hh)):
+    for x, weight, bias in ((input, w_ih, b_ih), (states[0], w_hh, b_hh)):
         outputs = functional.linear(x, weight, bias)
         see.product(outputs, weight, x, bias, function, Layout(dim=0))
         products.append(outputs)
-    return kind.step(products[0], products[1], h, *others)
+    after = step(*products, *states)
+    return after if len(after) > 1 else after[0]
 
 
-for _function, _kind in KINDS.items():
-    observes(_function)(partial(_recurrent, _function, _kind))
-for _function, _kind in CELLS.items():
-    observes(_function)(partial(_cell, _function, _kind))
+STEPS: dict[Any, Step] = {
+    torch.lstm: _lstm,
+    torch.gru: _gru,
+    torch.rnn_tanh: _tanh,
+    torch.rnn_relu: _relu,
+}
+CELLS: dict[Any, Step] = {
+    torch.lstm_cell: _lstm,
+    torch.gru_cell: _gru,
+    torch.rnn_tanh_cell: _tanh,
+    torch.rnn_relu_cell: _relu,
+}
+for _function, _step in STEPS.items():
+    observes(_function)(partial(_recurrent, _function, _step))
+for _function, _step in CELLS.items():
+    observes(_function)(partial(_cell, _function, _step))
 
 
 class RecurrentAdapter(Layer):
