@@ -173,9 +173,8 @@ def _direction(
         states, outputs = list(begin), []
         times = zip(s.unbind(), q.unbind(), before.unbind(), strict=True)
         for t, (s_t, q_t, h) in enumerate(times):
-            # Zeros, with the derivative of q by h₋.
-            q_t = torch.addmm(q_t, states[0] - h, W)
-            u, *rest = step(s_t, q_t, *states)
+            # What is added is zero, and has the derivative of q by h₋.
+            u, *rest = step(s_t, torch.addmm(q_t, states[0] - h, W), *states)
             new = [project(t, u), *rest]
             if counts is not None:  # a sequence that has ended stays as it is
                 pairs = zip(new, states, strict=True)
