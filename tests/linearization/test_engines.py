@@ -10,9 +10,9 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from kronfac.curvature import SummedGradient
-from kronfac.linearize import ByHand, Linearization, Traced, finite_difference, forward_mode
-from kronfac.linearize.base import outputs_and_jvp
+from kronfac.linearize import ByHand, Linearization, Traced, jvp
 from kronfac.linearize.by_hand import trace_of
+from kronfac.linearize.jvp import by_differences, by_forward_mode, outputs_and_jvp
 from kronfac.model import Network
 from kronfac.objective import Gaussian
 from kronfac.record import Pass, record
@@ -30,11 +30,11 @@ def engine_jvp(network, part, directions):
 
 
 def forward_jvp(network, part, directions):
-    return forward_mode.outputs_and_jvp(network, part, directions)[1]
+    return by_forward_mode(network, part, directions)[1]
 
 
 def difference_jvp(network, part, directions):
-    return finite_difference.outputs_and_jvp(network, part, directions)[1]
+    return by_differences(network, part, directions)[1]
 
 
 class Residual(nn.Module):
@@ -178,7 +178,7 @@ def test_forward_mode_takes_what_has_no_gradients_for_a_constant():
     (Jv,) = forward_jvp(network, part, [v])
     flat = torch.cat([t.reshape(-1) for t in network.split(v)])
     assert_close(part.terms[0].matrix(Jv)[0].reshape(-1), J @ flat, **EXACT)
-    assert not any(t.requires_grad for t in forward_mode.outputs_and_jvp(network, part, [v])[0])
+    assert not any(t.requires_grad for t in by_forward_mode(network, part, [v])[0])
 
 
 @each_problem
@@ -327,7 +327,7 @@ def test_without_forward_mode_differences_are_taken_from_then_on(monkeypatch):
         (raw,) = engine_jvp(network, part, [v])
         assert_close(raw[0].reshape(-1), J @ flat(network, v), **DIFFERENCES)
         assert not network.learned.forward_mode
-        monkeypatch.delattr(forward_mode, "outputs_and_jvp", raising=False)  # not asked again
+        monkeypatch.delattr(jvp, "by_forward_mode", raising=False)  # not asked again
 
 
 class Routed(Opaque):
@@ -349,7 +349,7 @@ def beside_an_edge(untruthful: bool) -> tuple[Network, Pass, tuple[Tensor, ...]]
     network, part = Problem(lambda: Routed(untruthful), normal(5, 3)).network()
     (v,) = directions_of(network, 1)
     theta = flat(network, network.theta())
-    epsilon = finite_difference.SHARE * torch.finfo(theta.dtype).eps ** (1 / 3) * theta.norm()
+    epsilon = jvp.SHARE * torch.finfo(theta.dtype).eps ** (1 / 3) * theta.norm()
     epsilon = epsilon / flat(network, v).norm()
     weight, bias = network.split(v)[:2]
     x = normal(5, 3)[0]
@@ -395,7 +395,7 @@ def test_out_of_memory_once_is_not_for_good(error, monkeypatch):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(forward_mode, "outputs_and_jvp", fails)
+        patch.setattr(jvp, "by_forward_mode", fails)
         (found,) = engine_jvp(network, part, [v])
     assert_close(found, expected, **DIFFERENCES)
     assert network.learned.forward_mode

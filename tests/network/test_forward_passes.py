@@ -18,7 +18,7 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint
 
 from kronfac import KFAC
-from kronfac.linearize import finite_difference, forward_mode
+from kronfac.linearize.jvp import by_differences, by_forward_mode
 from kronfac.record import record
 from kronfac.step.fisher_products import fisher_gram, fisher_product
 from tests.conftest import mlp, network_of, normal, seeded
@@ -514,7 +514,7 @@ def test_engines_in_single_precision(name):
     y = LABELS.reshape(-1) if x is SEQUENCES else Y
     truth = [ce(model(x).reshape(-1, C))]
     errors = {}
-    for engine in (forward_mode, finite_difference):
+    for engine in (by_forward_mode, by_differences):
         errors[engine] = []
         for seed in range(3):
             network, batch = in_single_precision(
@@ -525,14 +525,14 @@ def test_engines_in_single_precision(name):
             names = [name for unit in network.units for name in unit.names]
             expected = quadratic_form(truth, [own[n] for n in names], network.split(v))
             network.learned.compared = True
-            network.learned.forward_mode = engine is forward_mode
+            network.learned.forward_mode = engine is by_forward_mode
             gram = fisher_gram(network, batch, [tuple(V.float() for V in v)])
             # Torch's kernels for attention and for LSTMs have no forward mode in single precision.
-            assert network.learned.forward_mode is (engine is forward_mode and name not in FUSED)
+            assert network.learned.forward_mode is (engine is by_forward_mode and name not in FUSED)
             errors[engine].append(abs(float(gram) / expected - 1))
-    assert max(errors[forward_mode]) < (1e-2 if name in FUSED else 1e-4)
-    assert max(errors[finite_difference]) < 1e-2
-    assert sorted(errors[finite_difference])[1] < 1e-3
+    assert max(errors[by_forward_mode]) < (1e-2 if name in FUSED else 1e-4)
+    assert max(errors[by_differences]) < 1e-2
+    assert sorted(errors[by_differences])[1] < 1e-3
 
 
 # --------------------------------------------------------------------------------- what is left alone

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from kronfac.curvature import SummedGradient, Taps
-from kronfac.errors import out_of_memory
-from kronfac.linearize import finite_difference, forward_mode
+from kronfac.linearize.jvp import outputs_and_jvp
 from kronfac.model import Matrices, Network, Uses, dot, record_uses
 from kronfac.record import Pass
 from kronfac.warn import warn
@@ -192,19 +191,3 @@ class Traced(Linearization):
                 allow_unused=True,
             )
         )
-
-
-def outputs_and_jvp(
-    network: Network, part: Pass, directions: Sequence[Matrices]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The raw outputs of every loss call, and J v there, (k, …), by the engine that the network has."""
-    if network.learned.forward_mode:
-        try:
-            return forward_mode.outputs_and_jvp(network, part, directions)
-        except (NotImplementedError, RuntimeError) as error:
-            # Operations without a forward-mode derivative; another error comes up again below.
-            lasts = not out_of_memory(error)
-        found = finite_difference.outputs_and_jvp(network, part, directions)
-        network.learned.forward_mode = not lasts
-        return found
-    return finite_difference.outputs_and_jvp(network, part, directions)

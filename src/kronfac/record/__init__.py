@@ -2,8 +2,8 @@
 
 from kronfac.record.batch import Batch, LossCall, ModelCall, Operation, Pass, Ref
 from kronfac.record.closure import MiniBatchClosure, record
+from kronfac.record.examples import sizes, subsets
 from kronfac.record.recorder import Recorder
-from kronfac.record.subset import sizes, subsets
 
 __all__ = [
     "Batch",

@@ -1,14 +1,16 @@
-"""Are the examples of a pass along the first dimension, and independent of each other?
+"""The examples of a mini-batch: which dimension has them, and subsets S₁ and S₂ of them [MG15 §8].
 
-That is the convention, and it is checked once for every kind of pass, on the first mini-batch: three of the
-examples alone must give the outputs that they had among all. A pass that fails is used whole. The same two
-forward passes show where each unit's outputs have the examples, which blocks need to know that are built
-from the gradients of single examples.
+Examples are along the first dimension and independent of each other, by convention. That is checked once
+for every kind of pass, on the first mini-batch: three of the examples alone must give the outputs that they
+had among all. A pass that fails is used whole. The same two forward passes show where each unit's outputs
+have the examples, for blocks that are built from the gradients of single examples.
 
 BatchNorm, which makes examples depend on each other while it trains, normalises by its running statistics
-in the check. Some of the examples are a smaller mini-batch then (`subset.py`).
+in the check. Some of the examples are a mini-batch of their own, normalised by their own statistics, as the
+user's smaller mini-batch would be.
 """
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -33,65 +35,8 @@ from kronfac.record.batch import Batch, LossCall, ModelCall, Operation, Pass
 TOLERANCE = 0.1
 """How far outputs may be off in units of their own size and the root of the dtype's precision: other
 kernels are used for other sizes, but another example's outputs are not nearly as close."""
-
-
-# -------------------------------------------------------------------------------- some of the examples
-
-
-def select(part: Pass, index: Tensor | range) -> Pass:
-    """The pass over some of the examples, given by ascending numbers; views for a range of them."""
-    examples = part.examples
-    chosen: Any = slice(index.start, index.stop) if isinstance(index, range) else index
-
-    def rows(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
-            return leaf
-        if leaf.dim() == 0 or len(leaf) != examples:
-            return leaf
-        place = chosen if isinstance(chosen, slice) else chosen.to(leaf.device)
-        return keep_attributes(take(leaf, place), leaf)
-
-    def of_step(step: ModelCall | Operation) -> ModelCall | Operation:
-        args, kwargs = (_map(rows, given) for given in (step.args, step.kwargs))
-        if isinstance(step, Operation):
-            return replace(step, args=args, kwargs=kwargs)
-        return replace(
-            step, args=args, kwargs=kwargs, trace=step.trace and step.trace.select(chosen)
-        )
-
-    return replace(
-        part,
-        steps=tuple(map(of_step, part.steps)),
-        losses=tuple(_of_loss(loss, index, examples) for loss in part.losses),
-    )
-
-
-def _map(function: Callable[[Any], Any], given: Any) -> Any:
-    """`pytree.tree_map`, which is slow, but for arguments that are all there is to map."""
-    if not given:
-        return given
-    if type(given) is tuple and all(isinstance(value, Tensor) for value in given):
-        return tuple(map(function, given))
-    return pytree.tree_map(function, given)
-
-
-def _of_loss(loss: LossCall, index: Tensor | range, examples: int) -> LossCall:
-    terms = loss.terms
-    each = terms.count // examples
-    shape = torch.Size((terms.shape[0] * len(index) // examples, *terms.shape[1:]))
-    chosen: Tensor | slice
-    if isinstance(index, range):
-        chosen = slice(index.start * each, index.stop * each)
-    else:
-        like = terms.targets if terms.targets is not None else terms.weight
-        chosen = _terms(index, each)
-        chosen = chosen if like is None else chosen.to(like.device)
-    return replace(loss, terms=terms.select(chosen, shape), value=None)
-
-
-def _terms(index: Tensor, each: int) -> Tensor:
-    """The numbers of the terms of some examples, of which every one has so many."""
-    return (index.cpu()[:, None] * each + torch.arange(each)).reshape(-1)
+NORMALIZED = 64
+"""Examples at the least that BatchNorm takes its statistics from."""
 
 
 # ---------------------------------------------------------------------------------------------- check
@@ -255,3 +200,151 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     tolerance = TOLERANCE * torch.finfo(found.dtype).eps ** 0.5
     size = float(expected.abs().max()) if expected.numel() else 0.0
     return bool(((found - expected).abs() <= tolerance * (size or 1.0)).all())
+
+
+# --------------------------------------------------------------------------------------------- subsets
+
+
+def sizes(examples: int, *fractions: float) -> list[int]:
+    """⌈τ m⌉ for every fraction τ of m examples."""
+    # 0.07 · 100 is a little above 7.
+    return [math.ceil(fraction * examples - 1e-9) for fraction in fractions]
+
+
+def subsets(
+    network: Network,
+    batch: Batch,
+    counts: Sequence[int],
+    generator: torch.Generator | None,
+    *,
+    start: int = 0,
+    total: int | None = None,
+) -> list[Batch]:
+    """Subsets with these numbers of examples, the smaller ones part of the larger ones.
+
+    With several processes, each has a part of the mini-batch. Examples are chosen by their number in the
+    whole, so that the choice does not depend on how they are divided; if only whole passes can be chosen,
+    each process chooses some of its own.
+
+    Args:
+        network: whose passes they are.
+        batch: this process's part of the mini-batch.
+        counts: how many examples each shall have; a pass that can't be divided counts as a whole.
+        generator: draws them; None for the first ones.
+        start: the number of its first example in the whole.
+        total: examples of the whole; None if `batch` has all.
+    """
+    own_total = batch.examples
+    total = own_total if total is None else total
+    if min(counts) >= total:
+        return [batch for _ in counts]
+    if norms_in_training(network.model):
+        counts = [_share(count, own_total, total) for count in counts]
+        start, total = 0, own_total
+        if len(batch.passes) > 1:  # a few examples of each would have no statistics
+            return [_whole_passes(batch, count, generator) for count in counts]
+        counts = [max(count, min(NORMALIZED, total)) for count in counts]
+    if not all(part.apart for part in batch.passes):
+        counts = [_share(count, own_total, total) for count in counts]
+        return [_whole_passes(batch, count, generator) for count in counts]
+    order = None if generator is None else torch.randperm(total, generator=generator)
+    found: dict[int, Batch] = {}
+    for count in set(counts):
+        chosen = range(count) if order is None else order[:count].sort().values
+        passes, first = [], start
+        for part in batch.passes:
+            whole = len(batch.passes) == 1 and total == own_total
+            own = chosen if whole else _between(chosen, first, first + part.examples)
+            if len(own) == part.examples:
+                passes.append(part)
+            elif len(own):
+                passes.append(select(part, own))
+            first += part.examples
+        if not passes:
+            one = select(batch.passes[0], range(1))
+            none = replace(batch, passes=(one,), weightless=True)
+            found[count] = none.scaled(0.0)
+            continue
+        found[count] = replace(batch, passes=tuple(passes))
+    return [found[count] for count in counts]
+
+
+def _share(count: int, own: int, total: int) -> int:
+    """A rank's part of so many examples."""
+    return -(-count * own // total)
+
+
+def _between(chosen: Tensor | range, start: int, stop: int) -> Tensor | range:
+    """The chosen examples of one pass, counted from its first one."""
+    if isinstance(chosen, range):
+        return range(min(max(chosen.stop - start, 0), stop - start))  # the first ones
+    return chosen[(chosen >= start) & (chosen < stop)] - start
+
+
+def _whole_passes(batch: Batch, count: int, generator: torch.Generator | None) -> Batch:
+    """Whole passes with at least `count` examples."""
+    number = len(batch.passes)
+    order = (
+        range(number) if generator is None else torch.randperm(number, generator=generator).tolist()
+    )
+    chosen: list[int] = []
+    for n in order:
+        if sum(batch.passes[i].examples for i in chosen) < count:
+            chosen.append(n)
+    return replace(batch, passes=tuple(batch.passes[n] for n in sorted(chosen)))
+
+
+def select(part: Pass, index: Tensor | range) -> Pass:
+    """The pass over some of the examples, given by ascending numbers; views for a range of them."""
+    examples = part.examples
+    chosen: Any = slice(index.start, index.stop) if isinstance(index, range) else index
+
+    def rows(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+            return leaf
+        if leaf.dim() == 0 or len(leaf) != examples:
+            return leaf
+        place = chosen if isinstance(chosen, slice) else chosen.to(leaf.device)
+        return keep_attributes(take(leaf, place), leaf)
+
+    def of_step(step: ModelCall | Operation) -> ModelCall | Operation:
+        args, kwargs = (_map(rows, given) for given in (step.args, step.kwargs))
+        if isinstance(step, Operation):
+            return replace(step, args=args, kwargs=kwargs)
+        return replace(
+            step, args=args, kwargs=kwargs, trace=step.trace and step.trace.select(chosen)
+        )
+
+    return replace(
+        part,
+        steps=tuple(map(of_step, part.steps)),
+        losses=tuple(_of_loss(loss, index, examples) for loss in part.losses),
+    )
+
+
+def _map(function: Callable[[Any], Any], given: Any) -> Any:
+    """`pytree.tree_map`, which is slow, but for arguments that are all there is to map."""
+    if not given:
+        return given
+    if type(given) is tuple and all(isinstance(value, Tensor) for value in given):
+        return tuple(map(function, given))
+    return pytree.tree_map(function, given)
+
+
+def _of_loss(loss: LossCall, index: Tensor | range, examples: int) -> LossCall:
+    terms = loss.terms
+    each = terms.count // examples
+    shape = torch.Size((terms.shape[0] * len(index) // examples, *terms.shape[1:]))
+    chosen: Tensor | slice
+    if isinstance(index, range):
+        chosen = slice(index.start * each, index.stop * each)
+    else:
+        like = terms.targets if terms.targets is not None else terms.weight
+        chosen = _terms(index, each)
+        chosen = chosen if like is None else chosen.to(like.device)
+    return replace(loss, terms=terms.select(chosen, shape), value=None)
+
+
+def _terms(index: Tensor, each: int) -> Tensor:
+    """The numbers of the terms of some examples, of which every one has so many."""
+    return (index.cpu()[:, None] * each + torch.arange(each)).reshape(-1)
