@@ -10,11 +10,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.testing import assert_close
 
-from kronfac import KFAC, Blocks, FixedDamping, FixedGamma, QuadraticModel
-from kronfac.extend import BlockDiagonalInverse, DiagonalBlock, KroneckerBlock
+from kronfac import KFAC, FixedDamping, FixedGamma, QuadraticModel
+from kronfac.extend import BlockDiagonalInverse
 from tests.conftest import mlp, normal
 from tests.optimizer.runs import closure_of
 
@@ -27,13 +26,13 @@ def linear(d_in: int, d_out: int) -> nn.Linear:
 
 
 def vector(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
 
 
 def dense_model(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of the loss and JᵀHJ, in the order of `model.parameters()`; of a copy of the model."""
+    """The gradient of the loss and JᵀHJ, in the order of `vector`; of a copy of the model."""
     model = copy.deepcopy(model)
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     z = model(x)
 
     def flat(grads: tuple[Tensor | None, ...]) -> Tensor:
@@ -96,17 +95,6 @@ class UsedTwice(nn.Module):
         return self.top(torch.tanh(self.shared(torch.tanh(self.shared(x)))))
 
 
-class OutsideItsModule(nn.Module):
-    """An autoencoder whose decoder is the encoder's weight, not its module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(self.encoder(x)) @ self.encoder.weight
-
-
 class Flattened(nn.Module):
     """Places become rows inside the model: more outputs than examples."""
 
@@ -124,7 +112,8 @@ def tied() -> nn.Module:
     return model
 
 
-def half_frozen() -> nn.Module:
+def without_its_bias() -> nn.Module:
+    """K-FAC leaves a frozen bias out of the layer's matrix."""
     model = mlp([4, 5, 3])
     model[2].bias.requires_grad_(False)
     return model
@@ -135,6 +124,12 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, .
     "used twice": (UsedTwice, (M, 4), (M, 3)),
     "places": (lambda: mlp([4, 5, 3]), (M, 2, 4), (M, 2, 3)),
     "flattened": (Flattened, (M, 2, 4), (2 * M, 3)),
+    "frozen bias": (without_its_bias, (M, 4), (M, 3)),
+    "dropout that is off": (
+        lambda: nn.Sequential(*mlp([4, 5]), nn.Dropout(), *mlp([5, 3])).eval(),
+        (M, 4),
+        (M, 3),
+    ),
     "PReLU": (
         lambda: nn.Sequential(linear(4, 5), nn.PReLU(dtype=torch.float64), linear(5, 3)),
         (M, 4),
@@ -164,78 +159,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, .
 @pytest.mark.parametrize("network", NETWORKS)
 def test_a_network(network, own):
     make, inputs, outputs = NETWORKS[network]
-    x, y = normal(*inputs), normal(*outputs, seed=1)
-    assert_dense_step(make(), nn.MSELoss(), x, y, own and len(x) == len(y))
-
-
-def test_a_bias_that_is_frozen_stays():
-    model, x, y = half_frozen(), normal(M, 4), normal(M, 3, seed=1)
-    kept = model[2].bias.detach().clone()
-    optimizer = KFAC(model, nn.MSELoss())
-    losses = [float(optimizer.step(optimizer.closure(x, y))) for _ in range(10)]
-    assert [unit.shape for unit in optimizer.network.units] == [(5, 5), (3, 5)]
-    assert losses[-1] < 0.5 * losses[0]
-    assert torch.equal(model[2].bias, kept)
-
-
-def patched() -> nn.Module:
-    """A layer whose `forward` is another function."""
-    model = mlp([4, 5, 3])
-    genuine = model[0].forward
-    model[0].forward = lambda x: genuine(x).clamp(-1, 1)
-    return model
-
-
-class SquaredWeight(nn.Module):
-    """A weight with a second use that is no product with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.out = linear(3, 40), linear(40, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.sigmoid(self.encoder(x))) * self.encoder.weight.square().mean()
-
-
-@pytest.mark.parametrize(("make", "features"), [(OutsideItsModule, 3), (patched, 4)])
-def test_uses_outside_a_modules_own_forward_are_seen(make, features):
-    """Warnings are errors here."""
-    model, x, y = make(), normal(M, features), normal(M, 3, seed=1)
-    optimizer = KFAC(model, nn.MSELoss())
-    closure = closure_of(optimizer, nn.MSELoss(), x, y)
-    losses = [float(optimizer.step(closure).detach()) for _ in range(10)]
-    assert losses[-1] < losses[0]
-    assert not any(isinstance(unit.block, DiagonalBlock) for unit in optimizer.network.units)
-
-
-def test_uses_in_several_ways_are_told_of_and_get_a_diagonal_block():
-    model, x, y = SquaredWeight(), normal(M, 3), normal(M, 3, seed=1)
-    optimizer = KFAC(model, nn.MSELoss(), blocks=Blocks(dense_limit=64))
-    closure = closure_of(optimizer, nn.MSELoss(), x, y)
-    with pytest.warns(UserWarning, match="does not see all uses of 'encoder.weight'"):
-        losses = [float(optimizer.step(closure).detach())]
-    blocks = {unit.name: type(unit.block) for unit in optimizer.network.units}
-    assert blocks == {"encoder": DiagonalBlock, "out": KroneckerBlock}
-    for _ in range(10):  # it was told of once
-        losses.append(float(optimizer.step(closure).detach()))
-    assert losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize("own", [True, False], ids=["KFAC.closure", "own closure"])
-def test_running_statistics_are_those_of_one_pass_at_the_accepted_parameters(own):
-    norm = nn.BatchNorm1d(5, dtype=torch.float64)
-    model = nn.Sequential(linear(4, 5), norm, nn.Tanh(), linear(5, 3))
-    loss = nn.MSELoss()
-    optimizer = KFAC(model, loss)
-    for step in range(5):
-        x, y = normal(M, 4, seed=step), normal(M, 3, seed=9)
-        expected = copy.deepcopy(model)
-        optimizer.step(optimizer.closure(x, y) if own else closure_of(optimizer, loss, x, y))
-        assert not optimizer.report.rejected, "θ would have been another"
-        expected(x)
-        assert norm.num_batches_tracked == step + 1
-        assert_close(norm.running_mean, expected[1].running_mean, rtol=0, atol=0)
-        assert_close(norm.running_var, expected[1].running_var, rtol=0, atol=0)
+    model, x, y = make(), normal(*inputs), normal(*outputs, seed=1)
+    frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
+    assert_dense_step(model, nn.MSELoss(), x, y, own and len(x) == len(y))
+    assert all(torch.equal(p, before) and p.grad is None for p, before in frozen)
 
 
 # ------------------------------------------------------------------------------------------- losses
@@ -260,59 +187,6 @@ LOSSES: dict[str, tuple[nn.Module, Tensor]] = {
 def test_a_loss(name, own):
     loss, y = LOSSES[name]
     assert_dense_step(mlp([4, 5, 3]), loss, normal(M, 4), y, own)
-
-
-class Tokens(nn.Module):
-    """Flattens tokens, as closures do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loss = nn.CrossEntropyLoss()
-
-    def forward(self, z: Tensor, y: Tensor) -> Tensor:
-        return self.loss(z.reshape(-1, z.shape[-1]), y.reshape(-1))
-
-
-def test_tokens_that_the_closure_flattens():
-    model, x = mlp([4, 5, 3]), normal(M, 2, 4)
-    y = torch.stack([INDICES, INDICES.flip(0)], dim=1)
-    flattened = Tokens()
-    optimizer = KFAC(
-        model, flattened.loss, fisher="exact", damping=FixedDamping(LAMBDA), gamma=FixedGamma(0.5)
-    )
-    before = vector(model)
-    gradient, F = dense_model(model, flattened, x, y)
-    optimizer.step(closure_of(optimizer, flattened, x, y))
-    delta = vector(model) - before
-    B = F + LAMBDA * torch.eye(len(F), dtype=F.dtype)
-    assert optimizer.report.events == ()
-    predicted = float(delta @ B @ delta / 2 + gradient @ delta)
-    assert optimizer.report.predicted_change == pytest.approx(predicted, rel=1e-6)
-
-
-class Two(nn.Module):
-    """A model of two outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear(4, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, self.layer(x)
-
-
-def test_a_model_that_returns_more_than_a_tensor():
-    models = Two(), nn.Sequential(linear(4, 3))
-    models[1][0].load_state_dict(models[0].layer.state_dict())
-    x, y = normal(M, 4), normal(M, 3, seed=1)
-    for model, loss in zip(
-        models, (lambda z, y: functional.mse_loss(z[1], y), functional.mse_loss), strict=True
-    ):
-        optimizer = KFAC(model, nn.MSELoss())
-        for _ in range(4):
-            optimizer.step(closure_of(optimizer, loss, x, y))
-            assert optimizer.report.events == ()
-    assert_close(vector(models[0]), vector(models[1]), rtol=1e-9, atol=1e-10)
 
 
 # -------------------------------------------------------------------------------- the low-rank route

@@ -103,6 +103,29 @@ def test_a_network_without_biases_and_a_closure_of_the_users_own(inverse):
 
 
 @pytest.mark.parametrize("inverse", INVERSES)
+def test_a_change_of_weight_decay_takes_effect_at_once(inverse):
+    loss = nn.MSELoss()
+    model = mlp([4, 5, 4, 3], seed=3)
+    tridiagonal = inverse == "block_tridiagonal"
+    optimizer = KFAC(
+        model,
+        loss,
+        inverse=inverse,
+        fisher="exact",
+        damping=LevenbergMarquardtRule(lambda_=0.5, interval=2),
+        gamma=GammaSearch(interval=6, minimum=0.1),
+        inverse_interval=3,
+    )
+    expected = Pseudocode(
+        model, loss, tridiagonal=tridiagonal, lambda_=0.5, T1=2, T2=6, T3=3, gamma_min=0.1
+    )
+    decays = [0.0, 0.0, 0.3, 0.3, 0.3, 0.02, 0.02, 0.0]
+    for decay, (x, y) in zip(decays, mini_batches(loss, 3, steps=8), strict=True):
+        optimizer.param_groups[0]["weight_decay"] = expected.eta = decay
+        agree(optimizer, expected, x, y)
+
+
+@pytest.mark.parametrize("inverse", INVERSES)
 def test_an_activation_that_works_in_place_changes_nothing(inverse):
     loss = nn.MSELoss()
     runs = []

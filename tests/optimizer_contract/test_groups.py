@@ -243,4 +243,6 @@ def test_a_layer_is_unfrozen_in_the_middle_of_training():
     )
     with pytest.raises(ValueError, match="more than one"):
         optimizer.add_param_group({"params": model[0].parameters()})
+    with pytest.raises(ValueError, match="parameters of the model"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     assert len(optimizer.param_groups) == 2
