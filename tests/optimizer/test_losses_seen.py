@@ -10,7 +10,6 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from kronfac import KFAC, GammaSearch, LevenbergMarquardtRule
-from kronfac.errors import ClosureError
 from tests.conftest import mlp, normal, passes_either_way
 from tests.optimizer.pseudocode import Pseudocode
 from tests.optimizer.runs import agree, close, closure_of, mean_square, targets_for
@@ -25,6 +24,7 @@ OURS = {
     "inverse_interval": 2,
 }
 THEIRS = {"eta": 1e-2, "lambda_": 0.5, "T1": 1, "T2": 4, "T3": 2, "gamma_min": 0.1}
+LOSS = nn.MSELoss()
 
 
 def data(loss: nn.Module, outputs: int = 3, step: int = 0) -> tuple[Tensor, Tensor]:
@@ -44,71 +44,62 @@ def by_hand(z: Tensor, y: Tensor) -> Tensor:
     return -z.log_softmax(dim=1).gather(1, y[:, None]).mean()
 
 
-@pytest.mark.parametrize("own", [functional.cross_entropy, by_hand])
+def squeezed(z: Tensor, y: Tensor) -> Tensor:
+    return functional.mse_loss(z.squeeze(1), y.squeeze(1))
+
+
+# Loss module, what the closure computes, outputs, whether that is seen.
+CLOSURES: dict[str, tuple[nn.Module, Callable[[Tensor, Tensor], Tensor], int, bool]] = {
+    "functional": (nn.CrossEntropyLoss(), functional.cross_entropy, 3, True),
+    "squeezed": (nn.MSELoss(), squeezed, 1, True),
+    "by hand": (nn.CrossEntropyLoss(), by_hand, 3, False),
+}
+
+
+@pytest.mark.parametrize("number", [False, True], ids=["tensor", "number"])
 @pytest.mark.parametrize("by_objective", [False, True])
+@pytest.mark.parametrize("name", CLOSURES)
 @pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
-def test_a_closure_that_does_not_call_the_loss_module(by_objective, own):
-    """The functional form is seen as well as the module; what is computed by hand is not."""
-    loss = nn.CrossEntropyLoss()
-    model = mlp([4, 5, 3], seed=3)
+def test_a_closure_that_does_not_call_the_loss_module(name, by_objective, number):
+    """What is not seen has only the returned numbers to go by, as tensors or as floats."""
+    loss, own, outputs, seen = CLOSURES[name]
+    model = mlp([4, 5, outputs], seed=3)
     gamma = GammaSearch(interval=4, criterion="objective" if by_objective else "model")
     optimizer = KFAC(model, loss, **OURS | {"gamma": gamma})
     expected = Pseudocode(model, loss, by_objective=by_objective, **THEIRS)
     for step in range(9):
-        x, y = data(loss, step=step)
-        agree(optimizer, expected, x, y, closure_of(optimizer, own, x, y))
-        assert kinds(optimizer) == (["loss_not_seen"] if own is by_hand else [])
+        x, y = data(loss, outputs, step)
+        value = float(own(model(x), y).detach())
+        user = closure_of(optimizer, own, x, y)
+        agree(
+            optimizer,
+            expected,
+            x,
+            y,
+            (lambda user=user: float(user().detach())) if number else user,
+        )
+        assert optimizer.report.loss == pytest.approx(value, rel=1e-12)
+        assert kinds(optimizer) == ([] if seen else ["loss_not_seen"])
 
 
 @pytest.mark.filterwarnings("ignore:The gradient of:UserWarning")  # it has the penalty in it
 @pytest.mark.parametrize("strength", [1e-1, 1e-2, 1e-4, 1e-5])
 def test_a_closure_that_adds_a_penalty(strength):
     # The last ones add less than a thousandth to the loss, but more to how it changes.
-    loss = nn.MSELoss()
     model = mlp([4, 5, 3], seed=3)
 
     def penalised(z: Tensor, y: Tensor) -> Tensor:
-        return loss(z, y) + strength * sum(p.abs().sum() for p in model.parameters())
+        return LOSS(z, y) + strength * sum(p.abs().sum() for p in model.parameters())
 
-    optimizer = KFAC(model, loss, **OURS)
-    expected = Pseudocode(model, loss, penalty=lambda t: strength * t.abs().sum(), **THEIRS)
+    optimizer = KFAC(model, LOSS, **OURS)
+    expected = Pseudocode(model, LOSS, penalty=lambda t: strength * t.abs().sum(), **THEIRS)
     for step in range(9):
-        x, y = data(loss, step=step)
+        x, y = data(LOSS, step=step)
         agree(optimizer, expected, x, y, closure_of(optimizer, penalised, x, y))
         assert kinds(optimizer) == ["loss_not_seen"]
 
 
-def test_a_closure_that_squeezes_the_output():
-    loss = nn.MSELoss()
-    model = mlp([4, 5, 1], seed=3)
-    optimizer = KFAC(model, loss, **OURS)
-    expected = Pseudocode(model, loss, **THEIRS)
-    for step in range(9):
-        x, y = data(loss, outputs=1, step=step)
-        closure = closure_of(optimizer, lambda z, t: loss(z.squeeze(1), t.squeeze(1)), x, y)
-        agree(optimizer, expected, x, y, closure)
-        assert kinds(optimizer) == []
-
-
-@pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
-def test_a_closure_that_returns_a_number():
-    loss = nn.MSELoss()
-    model = mlp([4, 5, 3], seed=3)
-    optimizer = KFAC(model, loss, **OURS)
-    expected = Pseudocode(model, loss, **THEIRS)
-    for step in range(9):
-        x, y = data(loss, step=step)
-        # Not seen, so that ρ has only the returned numbers to go by.
-        closure = closure_of(optimizer, mean_square, x, y)
-        value = float(mean_square(model(x), y).detach())
-        agree(optimizer, expected, x, y, lambda closure=closure: float(closure().detach()))
-        assert optimizer.report.loss == value
-
-
 # -------------------------------------------------------------- against what the closure itself says
-
-
-LOSS = nn.MSELoss()
 
 
 def scaled(z: Tensor, y: Tensor) -> Tensor:
@@ -170,88 +161,29 @@ def test_rho_is_the_ratio_of_what_the_closure_returns(own):
 # --------------------------------------------------------------------------------------- gradients
 
 
-@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.parametrize(
+    "loss", [LOSS, mean_square, None], ids=["seen", "not seen", "KFAC.closure"]
+)
 @pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
-def test_the_gradients_that_are_left_are_those_before_the_step(seen):
+def test_gradients_are_left_as_the_closure_left_them(loss):
+    """Without the weight decay's part, and in the same tensors: hooks may hold on to them."""
     optimizer = KFAC(mlp([4, 5, 3], seed=3), LOSS, **OURS)
     x, y = data(LOSS)
     parameters = list(optimizer.model.parameters())
+    user = optimizer.closure(x, y) if loss is None else closure_of(optimizer, loss, x, y)
+    left: list[list[Any]] = []
+
+    def closure() -> Tensor:
+        value = user()
+        left.append([p.grad for p in parameters])
+        return value
+
     for _ in range(4):
         expected = torch.autograd.grad(LOSS(optimizer.model(x), y), parameters)
-        optimizer.step(closure_of(optimizer, LOSS if seen else mean_square, x, y))
+        left.clear()
+        optimizer.step(user if loss is None else closure)
         assert optimizer.report.rho is not None
-        for p, gradient in zip(parameters, expected, strict=True):
+        assert len(left) == {LOSS: 1, mean_square: 2, None: 0}[loss], "once more for ρ"
+        for number, (p, gradient) in enumerate(zip(parameters, expected, strict=True)):
             assert_close(p.grad, gradient, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore:KFAC.step.. has not seen a loss in the closure")
-def test_the_gradients_are_the_same_tensors_as_the_closure_left():
-    # So that what a user's hook or scheduler holds on to stays valid.
-    optimizer = KFAC(mlp([4, 5, 3], seed=3), LOSS, **OURS)
-    x, y = data(LOSS)
-    parameters = list(optimizer.model.parameters())
-    left: list[Any] = []
-    user = closure_of(optimizer, mean_square, x, y)
-
-    def closure() -> Tensor:
-        loss = user()
-        left.append([p.grad for p in parameters])
-        return loss
-
-    optimizer.step(closure)
-    assert len(left) == 2  # once more, for ρ
-    for p, gradient in zip(parameters, left[0], strict=True):
-        assert p.grad is gradient
-
-
-# ------------------------------------------------------------------------------------ what is recorded
-
-
-def test_a_buffer_that_is_used_for_every_micro_batch():
-    # The rows that K-FAC goes through again are no longer in it: it has to say so, or to have kept them.
-    plain, buffered = (KFAC(mlp([4, 5, 3], seed=3), LOSS, **OURS) for _ in range(2))
-    x, y = data(LOSS)
-    x, y = x[:12], y[:12]
-    plain.step(plain.closure(x, y, chunk=4))
-    inputs, targets = torch.empty_like(x[:4]), torch.empty_like(y[:4])
-
-    def closure() -> Tensor:
-        buffered.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
-        for rows, t in zip(x.split(4), y.split(4), strict=True):
-            inputs.copy_(rows)
-            targets.copy_(t)
-            loss = LOSS(buffered.model(inputs), targets) / 3
-            loss.backward()
-            total += loss.detach()
-        return total
-
-    try:
-        buffered.step(closure)
-    except ClosureError:
-        assert buffered.report is None
-    else:
-        for p, q in zip(buffered.model.parameters(), plain.model.parameters(), strict=True):
-            assert_close(p, q, rtol=1e-9, atol=1e-10)
-
-
-def test_an_evaluation_on_the_side_is_not_part_of_the_mini_batch():
-    plain, watched = (KFAC(mlp([4, 5, 3], seed=3), LOSS, **OURS) for _ in range(2))
-    for step in range(4):
-        x, y = data(LOSS, step=step)
-        plain.step(closure_of(plain, LOSS, x, y))
-        user = closure_of(watched, LOSS, x, y)
-
-        def closure(x: Tensor = x, y: Tensor = y, user: Any = user) -> Tensor:
-            with torch.no_grad():
-                LOSS(watched.model(x[:3]), y[:3])
-            loss = user()
-            with torch.no_grad():
-                LOSS(watched.model(x[3:]), y[3:])
-            return loss
-
-        watched.step(closure)
-        assert kinds(watched) == []
-        assert watched.report.examples == 15
-    for p, q in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
-        assert torch.equal(p, q)
+            assert not left or p.grad is left[0][number]
