@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import kronfac
-from kronfac import KFAC, plan
+from kronfac import KFAC, Intervals, plan
 from kronfac.errors import ExampleError
 from kronfac.planning import count_passes, readable, record_example
 from kronfac.record.discovery import discover
@@ -120,7 +120,7 @@ def test_the_state_has_the_planned_size(network, inverse):
 @pytest.mark.parametrize(
     ("settings", "vectors"),
     [
-        ({"acceptance": None}, 1),
+        ({"damping": kronfac.AdaptiveDamping(reject=None)}, 1),
         ({"damping": kronfac.FixedDamping(1.0)}, 1),
         ({}, 3),
     ],
@@ -366,7 +366,7 @@ def test_the_cost_of_a_perceptron_is_the_operation_count():
     """Two layers (a, b) and (b, c) on m examples, all of them in S₁ and S₂."""
     a, b, c, m = 20, 40, 10, 100
     model = nn.Sequential(nn.Linear(a, b, bias=False), nn.Tanh(), nn.Linear(b, c, bias=False))
-    made = plan(model, nn.MSELoss(), torch.randn(m, a), inverse_interval=10)
+    made = plan(model, nn.MSELoss(), torch.randn(m, a), intervals=Intervals(inverse_interval=10))
     forward, backward = m * (a * b + b * c), m * b * c  # nothing goes back to the first inputs
     sgd = 2 * forward + backward + a * b + b * c
     moments = m * (a * a + 2 * b * b + c * c)
@@ -408,7 +408,7 @@ def test_frozen_layers_cost_their_passes_and_no_products_for_weights():
     """
     n, r, m = 30, 2, 100
     model = nn.Sequential(Adapted(n, r), Adapted(n, r))
-    made = plan(model, nn.MSELoss(), torch.randn(m, n), fisher_fraction=1.0)
+    made = plan(model, nn.MSELoss(), torch.randn(m, n), intervals=Intervals(fisher_fraction=1.0))
     frozen, path = n * n, 2 * n * r
     forward = 2 * (frozen + path)
     # To the inputs: everything in the second block, and the upper half of the first one's path.
@@ -437,7 +437,7 @@ def test_a_step_costs_what_torch_counts_in_it(network):
         build, examples = EXAMPLES[network]
         model, x = build(), examples()
     y, loss = torch.arange(len(x)) % 5, nn.CrossEntropyLoss()
-    settings = {"inverse_interval": 1000, "damping": kronfac.FixedDamping(1.0)}
+    settings = {"intervals": Intervals(inverse_interval=1000), "damping": kronfac.FixedDamping(1.0)}
     made = plan(model, loss, x, **settings)
     optimizer = KFAC(model, loss, **settings)
     take_steps(optimizer, x, 4)
@@ -459,8 +459,8 @@ def test_fused_kernels_are_counted_as_the_products_in_them():
 
 def test_fewer_examples_cost_less():
     x = torch.randn(1000, 20)
-    whole = plan_of(perceptron(), x, statistics_fraction=1.0, fisher_fraction=1.0).cost
-    part = plan_of(perceptron(), x, statistics_fraction=0.1, fisher_fraction=0.5).cost
+    whole = plan_of(perceptron(), x, intervals=Intervals(1.0, 1.0)).cost
+    part = plan_of(perceptron(), x, intervals=Intervals(0.1, 0.5)).cost
     assert part["statistics"] == pytest.approx(whole["statistics"] / 10)
     assert part["Fisher products"] == pytest.approx(whole["Fisher products"] / 2)
 

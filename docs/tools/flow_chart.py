@@ -42,7 +42,7 @@ ROWS = (
     ),
     Question(
         ("Do refreshes take the time:", 'report.seconds["inverse"]?'),
-        ("inverse_interval=50, or", "inverse_lag=5, beside the steps"),
+        ("Intervals(inverse_interval=50), or", "Intervals(inverse_lag=5), beside the steps"),
     ),
     Question(
         ("Is a step worth more to you", "than its cost?"),

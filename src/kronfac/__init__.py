@@ -30,6 +30,7 @@ from kronfac.objective import (
     observe,
 )
 from kronfac.report import EventKind, StepReport
+from kronfac.settings import Intervals
 
 if TYPE_CHECKING:
     from kronfac import extend as extend
@@ -60,6 +61,7 @@ __all__ = [
     "Gaussian",
     "HeteroscedasticGaussian",
     "Huber",
+    "Intervals",
     "KronfacError",
     "LevenbergMarquardtRule",
     "Poisson",

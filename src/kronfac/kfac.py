@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kronfac.control import (
-    Acceptance,
     AdaptiveDamping,
     AdaptiveGamma,
     AnyDampingRule,
     AnyGammaRule,
-    LongMemory,
     QuadraticModel,
     StepRule,
 )
@@ -34,14 +32,10 @@ from kronfac.objective import is_loss, objective_of
 from kronfac.record import MiniBatchClosure, Recorder
 from kronfac.record.closure import refuse_call
 from kronfac.report import EventWarnings, StepReport, log_events
-from kronfac.settings import Settings, fisher_of, inverse_of, refuse_unknown
+from kronfac.settings import Intervals, Settings, fisher_of, inverse_of, refuse_unknown
 from kronfac.step.state import State, initial_state, load, save
 from kronfac.step.state_groups import MOMENTUM, extended_momentum, saved_groups
 from kronfac.step.take import take_step
-
-ACCEPTANCE = Acceptance()
-"""KFAC's own rule for rejecting steps."""
-ACCEPT_ALL = Acceptance(rejection=None, suspicion=None)
 
 
 class KFAC(torch.optim.Optimizer):
@@ -72,28 +66,20 @@ class KFAC(torch.optim.Optimizer):
             `[{"params": weights, "weight_decay": 1e-2}, {"params": rest}]`, each with its own `lr` and
             `weight_decay` if it wants. Others stay as they are. None for all that are not frozen.
         lr: factor of each step, for schedules; α and μ are found for a factor of 1.
-        inverse: `"block_diagonal"`, `"block_tridiagonal"`, `"ekfac"`, or an `ApproximateInverse`, class
-            or instance.
         weight_decay: η in h(θ) + η/2 ‖θ‖², biases included unless `params` has groups. The closure leaves
             it out.
+        inverse: `"block_diagonal"`, `"block_tridiagonal"`, `"ekfac"`, or an `ApproximateInverse`, class
+            or instance.
         fisher: `"sampled"`, `"empirical"`, `"exact"`, or an instance of `SampledFisher` and so on,
             for the seed, the number of samples and the moving average's decay.
-        damping: λ: `AdaptiveDamping()`, which finds its own start, the paper's `LevenbergMarquardtRule(…)`
-            or `FixedDamping(lambda_)`.
-        gamma: γ: `AdaptiveGamma()`, the paper's `GammaSearch(…)` or `FixedGamma(gamma)`.
-        step_rule: (α, μ): `QuadraticModel(momentum)`, `RawStep(alpha)`, or `ConjugateGradients(cg_steps)`
-            for a longer minimisation of M, as Hessian-free optimisation does.
-        acceptance: when a step is validated out of turn and when it is rejected; None accepts every step.
-        statistics_fraction: τ₁, the share of the mini-batch that the statistics are taken on; None for
-            1/8, or 250 examples if that is more. `First(1 / 8)` takes the first examples, as the authors'
-            program does, and makes `fisher_fraction` do so too.
-        fisher_fraction: τ₂, the share that the exact-Fisher products are taken on; None for 1/4, or 250
-            examples if that is more.
-        inverse_interval: T₃, iterations from one refresh of the inverse to the next; None for a quarter
-            of the iterations so far, up to 20.
-        inverse_lag: iterations from the start of a refresh to its use; if it is not 0 the inverse is
-            computed in the background, beside the steps in between. Not in the first iterations.
-        clip: a trust region: the step is scaled so that δᵀFδ ≤ clip²; None for none.
+        damping: λ, and when a step is rejected: `AdaptiveDamping()`, the default, which finds its own
+            start, the paper's `LevenbergMarquardtRule(…)` or `FixedDamping(lambda_)`. Each takes
+            `reject=None` to accept every step.
+        gamma: γ: `AdaptiveGamma()`, the default, the paper's `GammaSearch(…)` or `FixedGamma(gamma)`.
+        step_rule: (α, μ), momentum and a trust region: `QuadraticModel()`, the default, `RawStep(alpha)`,
+            or `ConjugateGradients(…)` for a longer minimisation of M, as Hessian-free optimisation does.
+        intervals: on how many examples, and how often, a step does its expensive parts; None for
+            `Intervals()`.
         blocks: which curvature block a layer gets, by its kind and size, and whether layers that KFAC does
             not know are refused; None for `Blocks()`.
 
@@ -108,18 +94,13 @@ class KFAC(torch.optim.Optimizer):
         *,
         params: Params | None = None,
         lr: float | Tensor = 1.0,
-        inverse: str | ApproximateInverse | type[ApproximateInverse] = "block_diagonal",
         weight_decay: float = 0.0,
+        inverse: str | ApproximateInverse | type[ApproximateInverse] = "block_diagonal",
         fisher: str | Fisher | type[Fisher] = "sampled",
         damping: AnyDampingRule | None = None,
         gamma: AnyGammaRule | None = None,
         step_rule: StepRule | None = None,
-        acceptance: Acceptance | None = ACCEPTANCE,
-        statistics_fraction: float | None = None,
-        fisher_fraction: float | None = None,
-        inverse_interval: int | None = None,
-        inverse_lag: int = 0,
-        clip: float | None = None,
+        intervals: Intervals | None = None,
         blocks: Blocks | None = None,
         **unknown: Any,
     ) -> None:
@@ -147,15 +128,8 @@ class KFAC(torch.optim.Optimizer):
             fisher=fisher_of(fisher),
             damping=AdaptiveDamping() if damping is None else damping,
             gamma=AdaptiveGamma() if gamma is None else gamma,
-            step_rule=QuadraticModel(bounded=True, memory=LongMemory())
-            if step_rule is None
-            else step_rule,
-            acceptance=ACCEPT_ALL if acceptance is None else acceptance,
-            statistics_fraction=statistics_fraction,
-            fisher_fraction=fisher_fraction,
-            inverse_interval=inverse_interval,
-            inverse_lag=inverse_lag,
-            clip=clip,
+            step_rule=QuadraticModel() if step_rule is None else step_rule,
+            intervals=Intervals() if intervals is None else intervals,
         )
         self.model = model
         self.objective = objective_of(loss)

@@ -308,7 +308,9 @@ def _candidates(settings: Settings, weight_decay: float) -> int:
 
 def _curvature_examples(network: Network, batch: Batch, settings: Settings) -> tuple[int, int]:
     """How many examples S₁ and S₂ have."""
-    shares = settings.shares(batch.examples, batch.most_terms, convolutional=network.convolutional)
+    shares = settings.intervals.shares(
+        batch.examples, batch.most_terms, convolutional=network.convolutional
+    )
     if batch.random and not batch.traced:
         shares = shares[1], shares[1]
     S1, S2 = subsets(network, batch, sizes(batch.examples, *shares), None)
@@ -372,7 +374,7 @@ def _cost(
         m[1] * draws * (unit.statistics + (unit.statistics + unit.uses) * ekfac)
         for unit in counts.units
     ]
-    interval = settings.inverse_interval or LONGEST_INTERVAL
+    interval = settings.intervals.inverse_interval or LONGEST_INTERVAL
     made = 1 if ekfac else tried  # eigenvectors do not depend on γ
     inversions = [made * cost.inversion / interval for cost in costs]
     products = [(1 + (tried - 1) / interval) * cost.product for cost in costs]

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from kronfac.control import Acceptance, FixedDamping, FixedGamma, Measurement, RawStep
+from kronfac.control import FixedDamping, FixedGamma, Measurement, RawStep
 from kronfac.curvature import (
     ApproximateInverse,
     BlockDiagonalInverse,
@@ -52,6 +52,7 @@ from kronfac.settings import (
     AGE,
     FIRST_REFRESHES,
     LONGEST_INTERVAL,
+    Intervals,
     Settings,
     fisher_of,
     inverse_of,
@@ -186,13 +187,10 @@ class Preconditioner:
                 EXACT.get(inverse, inverse) if isinstance(inverse, str) else inverse
             ),
             fisher=replace(chosen, ema_decay=decay) if chosen.ema_decay is None else chosen,
-            damping=FixedDamping(_scheduled("damping", damping, 0)),
+            damping=FixedDamping(_scheduled("damping", damping, 0), reject=None),
             gamma=FixedGamma(),
             step_rule=RawStep(1.0),
-            acceptance=Acceptance(rejection=None, suspicion=None),
-            statistics_fraction=statistics_fraction,
-            fisher_fraction=statistics_fraction,
-            inverse_interval=None,
+            intervals=Intervals(statistics_fraction, statistics_fraction),
         )
         self.model = model
         self._grad_scaler = grad_scaler

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kronfac.control import GammaSearch, LevenbergMarquardtRule, QuadraticModel
-from kronfac.settings import First
+from kronfac.settings import First, Intervals
 
 
 def paper() -> dict[str, Any]:
@@ -12,14 +12,12 @@ def paper() -> dict[str, Any]:
         KFAC(model, loss, inverse="block_tridiagonal", weight_decay=1e-5, **presets.paper())
 
     λ₀ = 150, ω₁ = (19/20)^T₁, T₁ = 5; γ₀ = √(λ₀ + η), ω₂ = √(19/20)^T₂, T₂ = 20, γ in [√η, 1]; T₃ = 20;
-    τ₁ = 1/8, τ₂ = 1/4. The bounds on γ and the first examples as S₁ and S₂ are the program's; it had
-    τ₂ = 1, which is `paper() | {"fisher_fraction": 1.0}`.
+    τ₁ = 1/8, τ₂ = 1/4. The bounds on γ and the first examples as S₁ and S₂ are the program's. It had
+    τ₂ = 1, which is `replace(paper()["intervals"], fisher_fraction=1.0)`.
     """
     return {
         "damping": LevenbergMarquardtRule(lambda_=150.0, interval=5, decay=19 / 20),
         "gamma": GammaSearch(interval=20, factor=(19 / 20) ** 0.5, maximum=1.0),
-        "step_rule": QuadraticModel(momentum=True),
-        "statistics_fraction": First(1 / 8),
-        "fisher_fraction": First(1 / 4),
-        "inverse_interval": 20,
+        "step_rule": QuadraticModel(bounded=False, memory=None),
+        "intervals": Intervals(First(1 / 8), First(1 / 4), inverse_interval=20),
     }

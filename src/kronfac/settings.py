@@ -1,6 +1,5 @@
 """The choices that a user makes, and what follows from them: when to refresh, on how many examples."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,7 +10,6 @@ from kronfac.control import (
     AnyGammaRule,
     DampingRule,
     GammaRule,
-    Rule,
     StepRule,
 )
 from kronfac.curvature import (
@@ -53,51 +51,42 @@ class First(float):
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The choices that a user makes, see `KFAC`."""
+class Intervals:
+    """On how many examples, and how often, a step does its expensive parts.
 
-    inverse: ApproximateInverse
-    fisher: Fisher
-    damping: AnyDampingRule
-    gamma: AnyGammaRule
-    step_rule: StepRule
-    acceptance: Acceptance
-    statistics_fraction: float | None
-    fisher_fraction: float | None
-    inverse_interval: int | None
+    Args:
+        statistics_fraction: τ₁, the share of the mini-batch that the statistics are taken on; None for
+            1/8, or 250 examples if that is more. `First(1 / 8)` takes the first examples, as the authors'
+            program does, and makes `fisher_fraction` do so too.
+        fisher_fraction: τ₂, the share that the exact-Fisher products are taken on; None for 1/4, or 250
+            examples if that is more.
+        inverse_interval: T₃, iterations from one refresh of the inverse to the next; None for a quarter
+            of the iterations so far, up to 20.
+        inverse_lag: iterations from the start of a refresh to its use. If it is not 0, the inverse is
+            computed in the background, beside the steps in between. Not in the first iterations.
+    """
+
+    statistics_fraction: float | None = None
+    fisher_fraction: float | None = None
+    inverse_interval: int | None = None
     inverse_lag: int = 0
-    clip: float | None = None
 
     def __post_init__(self) -> None:
-        kinds: tuple[tuple[str, type[Rule[Any]], str], ...] = (
-            ("damping", DampingRule, "FixedDamping(0.1)"),
-            ("gamma", GammaRule, "FixedGamma(0.1)"),
-            ("step_rule", StepRule, "RawStep(0.1)"),
-            ("acceptance", Acceptance, "Acceptance()"),
-        )
-        for name, kind, remedy in kinds:
-            rule = getattr(self, name)
-            if not isinstance(rule, kind):
-                raise ValueError(f"KFAC's {name} is a rule, such as {remedy}; got {rule!r}.")
         for name in ("statistics_fraction", "fisher_fraction"):
             fraction = getattr(self, name)
             if fraction is not None and not 0 < fraction <= 1:
-                raise ValueError(f"{name} lies in (0, 1]; got {fraction}.")
+                raise ValueError(f"Intervals' {name} lies in (0, 1]; got {fraction}.")
         if self.inverse_interval is not None and self.inverse_interval < 1:
-            raise ValueError(f"inverse_interval is 1 or more; got {self.inverse_interval}.")
+            raise ValueError(
+                f"Intervals' inverse_interval is 1 or more; got {self.inverse_interval}."
+            )
         interval = self.inverse_interval
         largest = LONGEST_LAG if interval is None else interval - 1
         if not 0 <= self.inverse_lag <= largest:
             raise ValueError(
-                f"inverse_lag must be between 0 and {largest}: a background refresh has to be adopted "
-                f"before the next one starts. Got {self.inverse_lag}."
+                f"Intervals' inverse_lag lies between 0 and {largest}: a background refresh has to be "
+                f"adopted before the next one starts. Got {self.inverse_lag}."
             )
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(
-                f"KFAC's clip is the largest Fisher norm of a step, positive and finite, or None; got "
-                f"{self.clip}."
-            )
-        self.gamma.check_interval(self.inverse_interval)
 
     def refreshes(self, iteration: int, last: int) -> bool:
         """Whether the inverse is refreshed at this iteration, the last refresh being at another."""
@@ -144,6 +133,45 @@ def _share(chosen: float | None, usual: float, least: float) -> float:
     return max(usual, min(1.0, least)) if chosen is None else chosen
 
 
+ACCEPT_ALL = Acceptance(rejection=None, suspicion=None)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The choices that a user makes, see `KFAC`."""
+
+    inverse: ApproximateInverse
+    fisher: Fisher
+    damping: AnyDampingRule
+    gamma: AnyGammaRule
+    step_rule: StepRule
+    intervals: Intervals
+
+    def __post_init__(self) -> None:
+        kinds: tuple[tuple[str, type[Any], str], ...] = (
+            ("damping", DampingRule, "a rule, such as FixedDamping(0.1)"),
+            ("gamma", GammaRule, "a rule, such as FixedGamma(0.1)"),
+            ("step_rule", StepRule, "a rule, such as RawStep(0.1)"),
+            ("intervals", Intervals, "an Intervals, such as Intervals(inverse_interval=10)"),
+        )
+        for name, kind, rule in kinds:
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise ValueError(f"KFAC's {name} is {rule}; got {value!r}.")
+        reject = self.damping.reject
+        if not isinstance(reject, Acceptance | None):
+            raise ValueError(
+                "The reject of a rule for λ is an Acceptance, or None to accept every step; got "
+                f"{reject!r}."
+            )
+        self.gamma.check_interval(self.intervals.inverse_interval)
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """When steps are validated out of turn, and when they are rejected."""
+        return ACCEPT_ALL if self.damping.reject is None else self.damping.reject
+
+
 # ------------------------------------------------------------------------------------------ arguments
 
 REMEDIES = {
@@ -159,6 +187,12 @@ REMEDIES = {
     "verbose": "Print the plan with print(kronfac.plan(model, loss, example)).",
     "other": "Use blocks=Blocks(unsupported='refuse').",
     "inverse_share": "All ranks hold all inverses.",
+    "acceptance": "It belongs to the rule for λ: damping=AdaptiveDamping(reject=None) accepts every step.",
+    "clip": "It belongs to the step rule: step_rule=QuadraticModel(radius=…).",
+    "statistics_fraction": "Use intervals=Intervals(statistics_fraction=…).",
+    "fisher_fraction": "Use intervals=Intervals(fisher_fraction=…).",
+    "inverse_interval": "Use intervals=Intervals(inverse_interval=…).",
+    "inverse_lag": "Use intervals=Intervals(inverse_lag=…).",
 }
 """What to do instead of an argument that other optimizers have, or that KFAC had."""
 

@@ -16,7 +16,7 @@ from kronfac import (
     QuadraticModel,
     RawStep,
 )
-from kronfac.extend import DampingRule, DampingState, GammaRule, GammaState, LongMemory
+from kronfac.extend import DampingRule, DampingState, GammaRule, GammaState
 from kronfac.testing import check_damping_rule, check_gamma_rule, check_step_rule, check_units
 
 
@@ -53,9 +53,9 @@ def test_rules_for_lambda(rule):
 @pytest.mark.parametrize(
     "rule",
     [
+        QuadraticModel(bounded=False, memory=None),
         QuadraticModel(),
-        QuadraticModel(bounded=True, memory=LongMemory()),
-        QuadraticModel(momentum=False),
+        QuadraticModel(momentum=False, bounded=False, memory=None),
         ConjugateGradients(),
         RawStep(),
     ],

@@ -13,7 +13,7 @@ from kronfac.control import LongMemory, Measurement, MemoryState, StepState
 from kronfac.control.base import model_change
 
 EPS = 1e-16
-FREE = QuadraticModel()
+FREE = QuadraticModel(bounded=False, memory=None)
 RULE = QuadraticModel(memory=LongMemory())
 
 
@@ -55,7 +55,9 @@ def test_where_all_is_noise_a_part_of_the_best_step_alone_and_all_of_the_memory(
     Q, r = problem(seed)
     # Where the memory is short and conjugate to Δ, M allows the whole way.
     Q, r = [[Q[0][0], 0.0], [0.0, Q[1][1] / 1e6]], [r[0], -Q[1][1] / 1e6]
-    (alone,) = solve(QuadraticModel(momentum=False), [Q[0][:1]], r[:1]).coefficients
+    (alone,) = solve(
+        QuadraticModel(momentum=False, bounded=False, memory=None), [Q[0][:1]], r[:1]
+    ).coefficients
     step = solve(RULE, Q, r, at(200, 0.1))
     assert step.coefficients == pytest.approx((0.5 * alone, 1 - 1 / 30))
     assert step.remembered == pytest.approx(0.3)
@@ -111,7 +113,7 @@ def test_what_is_confirmed_is_left_alone():
     assert solve(RULE, Q, r) == free
     assert solve(RULE, Q, r, at(1000, 0.5)) == free
     assert solve(FREE, Q, r, at(1000)) == free
-    without = QuadraticModel(momentum=False)
+    without = QuadraticModel(momentum=False, bounded=False, memory=None)
     with_memory = replace(without, memory=LongMemory())
     assert solve(with_memory, [[2.0]], [-1.0], at(50)) == solve(without, [[2.0]], [-1.0])
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kronfac import KFAC
+from kronfac import KFAC, Intervals
 from kronfac.control import ConjugateGradients
 from tests.distributed.ranks import Case
 
@@ -169,15 +169,19 @@ def train(
     return {"parameters": flat(inner), "reports": numbers, "events": events}
 
 
-EXACT: dict[str, Any] = {"fisher": "exact", "statistics_fraction": 1.0, "fisher_fraction": 1.0}
-FRACTIONS: dict[str, Any] = {"statistics_fraction": 0.3, "fisher_fraction": 0.5}
+EXACT: dict[str, Any] = {
+    "fisher": "exact",
+    "intervals": Intervals(1.0, 1.0),
+}
+FRACTIONS: dict[str, Any] = {"intervals": Intervals(0.3, 0.5)}
+LAGGED = Intervals(0.3, 0.5, inverse_interval=5, inverse_lag=2)
 
 CASES: dict[str, Case] = {
     "own": partial(train, loop="own", **EXACT),
     "own-sampled": partial(train, loop="own", **FRACTIONS),
     # Targets in three blocks, whose borders are not those of the ranks.
-    "many-sampled": partial(train, examples=2102, statistics_fraction=1.0, fisher_fraction=0.1),
-    "first-few": partial(train, statistics_fraction=0.05, fisher_fraction=0.1),
+    "many-sampled": partial(train, examples=2102, intervals=Intervals(1.0, 0.1)),
+    "first-few": partial(train, intervals=Intervals(0.05, 0.1)),
     "sum": partial(train, loss=nn.MSELoss(reduction="sum"), weight_decay=1e-3, **EXACT),
     "loop": partial(train, loop="loop", weight_decay=1e-3, **EXACT),
     "accumulated": partial(train, loop="accumulated", examples=24, **EXACT),
@@ -193,8 +197,7 @@ CASES: dict[str, Case] = {
         make=Words,
         data=words,
         loss=nn.CrossEntropyLoss(ignore_index=-100),
-        statistics_fraction=1.0,
-        fisher_fraction=0.5,
+        intervals=Intervals(1.0, 0.5),
     ),
     "unseen-exact": partial(train, make=Unseen, **EXACT),
     "unseen-sampled": partial(train, make=Unseen, **FRACTIONS),
@@ -202,10 +205,12 @@ CASES: dict[str, Case] = {
         train, make=Unseen, loop="accumulated", examples=24, ddp=True, **FRACTIONS
     ),
     "ddp-clipped": partial(train, loop="clipped", ddp=True, examples=24, **EXACT),
-    "lag": partial(train, inverse_lag=2, inverse_interval=5, **FRACTIONS),
-    "ekfac-lag": partial(train, inverse="ekfac", inverse_lag=2, inverse_interval=5, **FRACTIONS),
+    "lag": partial(train, intervals=LAGGED),
+    "ekfac-lag": partial(train, inverse="ekfac", intervals=LAGGED),
     "conjugate": partial(train, step_rule=ConjugateGradients(cg_steps=3), **EXACT),
-    "paper": partial(train, step_rule=None, inverse_interval=3, weight_decay=1e-4, **EXACT),
+    "paper": partial(
+        train, step_rule=None, intervals=Intervals(1.0, 1.0, 3), weight_decay=1e-4, fisher="exact"
+    ),
 }
 for inverse in ("block_diagonal", "block_tridiagonal", "ekfac"):
     CASES[inverse] = partial(train, inverse=inverse, **EXACT)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kronfac import KFAC
 from kronfac.distributed import WholeState
-from tests.distributed.cases import FRACTIONS, flat, part, perceptron, regression
+from tests.distributed.cases import FRACTIONS, LAGGED, flat, part, perceptron, regression
 from tests.distributed.ranks import Case
 
 SAVED_AT, STEPS, EXAMPLES = 7, 15, 24
@@ -61,6 +61,6 @@ CASES: dict[str, Case] = {
         "tridiagonal": {"inverse": "block_tridiagonal", **FRACTIONS},
         "ekfac": {"inverse": "ekfac", **FRACTIONS},
         "ddp": {"ddp": True, **FRACTIONS},
-        "lag": {"inverse_lag": 2, "inverse_interval": 5, **FRACTIONS},
+        "lag": {"intervals": LAGGED},
     }.items()
 }

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from kronfac import KFAC
+from kronfac import KFAC, Intervals
 from kronfac.control import FixedGamma
 from kronfac.curvature import ApproximateInverse, Curvature, DampedInverse
 from kronfac.curvature.inverse import ChainOperator, Failed, PreparedInverse
@@ -91,7 +91,7 @@ def product_raises(optimizer: KFAC, rank: int, size: int) -> str:
 
 def one_saves(rank: int, size: int) -> Mapping[str, Any]:
     """One rank alone saves a state with a refresh under way, while the others take a step."""
-    lag: dict[str, Any] = {"inverse_lag": 3, "inverse_interval": 6}
+    lag: dict[str, Any] = {"intervals": Intervals(inverse_lag=3, inverse_interval=6)}
     optimizer = KFAC(perceptron().double(), nn.MSELoss(), **lag)
     steps(optimizer, rank, size, 7)
     if rank == 0:
@@ -124,7 +124,9 @@ RESUMED = {
     "plain": FRACTIONS,
     "ekfac": {"inverse": "ekfac", **FRACTIONS},
     "tridiagonal": {"inverse": "block_tridiagonal", **FRACTIONS},
-    "lag": {"inverse_lag": 3, "inverse_interval": 6, **FRACTIONS},  # one is under way
+    "lag": {
+        "intervals": Intervals(0.3, 0.5, inverse_interval=6, inverse_lag=3)
+    },  # one is under way
 }
 
 CASES: dict[str, Case] = {

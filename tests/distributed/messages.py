@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from kronfac import KFAC
+from kronfac import KFAC, Intervals
 from kronfac.distributed import World
 from tests.distributed.cases import perceptron, regression
 from tests.distributed.ranks import Case
@@ -56,6 +56,6 @@ def told(
 
 CASES: dict[str, Case] = {
     "told": told,
-    "told-normalized": partial(told, make=normalized, statistics_fraction=0.5),
+    "told-normalized": partial(told, make=normalized, intervals=Intervals(statistics_fraction=0.5)),
     "told-deep": partial(told, make=deep),
 }

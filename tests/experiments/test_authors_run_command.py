@@ -1,6 +1,7 @@
 """`kronfac bench authors-run` on small data."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,13 +69,13 @@ def test_the_authors_run_is_the_papers_preset_and_none_is_run_twice(tiny_mnist, 
         (s, k) for s in (0, 1) for k in range(1, 6)
     ]
     x = tiny_mnist.train.inputs
-    model = tiny_mnist.make_model(1)
+    model, paper = tiny_mnist.make_model(1), library.presets.paper()
     optimizer = library.KFAC(
         model,
         library.Bernoulli(),
         inverse="block_tridiagonal",
         weight_decay=1e-5,
-        **library.presets.paper() | {"fisher_fraction": 0.5},
+        **paper | {"intervals": replace(paper["intervals"], fisher_fraction=0.5)},
     )
     sizes = ExponentialBatchSize(60, 60, 500)
     sampler = ScheduledBatchSampler(60, sizes, seed=1)

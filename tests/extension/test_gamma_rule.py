@@ -43,8 +43,16 @@ def test_it_conforms():
 
 def test_it_changes_the_step_as_computed_densely_and_is_saved_with_the_state():
     def optimizer_of(model: nn.Module) -> kronfac.KFAC:
-        damping, step = kronfac.LevenbergMarquardtRule(0.5, interval=2), kronfac.QuadraticModel()
-        settings = {"fisher": "exact", "damping": damping, "step_rule": step, "inverse_interval": 1}
+        damping, step = (
+            kronfac.LevenbergMarquardtRule(0.5, interval=2),
+            kronfac.QuadraticModel(bounded=False, memory=None),
+        )
+        settings = {
+            "fisher": "exact",
+            "damping": damping,
+            "step_rule": step,
+            "intervals": kronfac.Intervals(inverse_interval=1),
+        }
         return kronfac.KFAC(model, loss, gamma=CyclicGamma(), **settings)
 
     model, loss = mlp([4, 5, 3], seed=3), nn.MSELoss(reduction="sum")

@@ -41,7 +41,9 @@ def test_a_step_has_its_curvature():
     model, loss, x = mlp([3, 4, 2]), Exponential(), normal(12, 3, seed=1)
     y = normal(12, 2, seed=2).exp()
     settings = {"damping": kronfac.FixedDamping(0.1), "gamma": kronfac.FixedGamma(0.3)}
-    optimizer = kronfac.KFAC(model, loss, step_rule=kronfac.QuadraticModel(), **settings)
+    optimizer = kronfac.KFAC(
+        model, loss, step_rule=kronfac.QuadraticModel(bounded=False, memory=None), **settings
+    )
     before = nn.utils.parameters_to_vector(model.parameters()).detach()
     J = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(
         dict(model.named_parameters())

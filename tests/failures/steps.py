@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC, FixedDamping, FixedGamma, RawStep
+from kronfac import KFAC, FixedDamping, FixedGamma, Intervals, RawStep
 from tests.reference import gauss_newton as reference
 
 LAMBDA, GAMMA, ALPHA = 0.3, 0.5, 0.5
@@ -14,8 +14,7 @@ FIXED: dict[str, Any] = {
     "damping": FixedDamping(LAMBDA),
     "gamma": FixedGamma(GAMMA),
     "step_rule": RawStep(ALPHA),
-    "statistics_fraction": 1.0,
-    "fisher_fraction": 1.0,
+    "intervals": Intervals(1.0, 1.0),
 }
 """Nothing is chosen, and everything is taken on all examples."""
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kronfac import KFAC
+from kronfac import KFAC, Intervals
 from kronfac.curvature import BlockDiagonalInverse, BlockTridiagonalInverse
 from tests.conftest import mlp, normal
 from tests.failures.steps import FIXED, flat
@@ -19,7 +19,10 @@ BAD = 1
 def spoiled(inverse: str) -> KFAC:
     """A run in which the second layer's G has become indefinite."""
     optimizer = KFAC(
-        mlp([4, 5, 5, 5, 2]), nn.MSELoss(), inverse=inverse, inverse_interval=1, **FIXED
+        mlp([4, 5, 5, 5, 2]),
+        nn.MSELoss(),
+        inverse=inverse,
+        **FIXED | {"intervals": Intervals(1.0, 1.0, 1)},
     )
     for _ in range(3):
         optimizer.step(optimizer.closure(X, Y))

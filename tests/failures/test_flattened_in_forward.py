@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from kronfac import KFAC
+from kronfac import KFAC, Intervals
 from tests.conftest import normal, seeded
 from tests.failures.steps import FIXED, assert_right_curvature, closure_of, flat
 
@@ -47,7 +47,7 @@ def stepped(model: nn.Module, x: Tensor, **settings: object) -> Tensor:
 @pytest.mark.parametrize("fraction", [0.3, 0.45])
 def test_the_curvature_on_a_part_of_the_examples(fraction):
     loss = nn.CrossEntropyLoss()
-    settings = {"fisher_fraction": fraction, "statistics_fraction": fraction, "fisher": "exact"}
+    settings = {"intervals": Intervals(fraction, fraction), "fisher": "exact"}
     optimizer = KFAC(Flattening(), loss, **FIXED | settings)
     assert_right_curvature(optimizer, lambda f: f(X), lambda z: loss(z, Y))
 
@@ -55,7 +55,7 @@ def test_the_curvature_on_a_part_of_the_examples(fraction):
 @pytest.mark.parametrize("fraction", [0.3, 0.45])
 def test_the_step_from_a_part_of_the_examples_is_that_from_all(fraction):
     """Which it is, all of them being the same: only their statistics could be wrong."""
-    ours = stepped(Flattening(), X, statistics_fraction=fraction, fisher_fraction=fraction)
+    ours = stepped(Flattening(), X, intervals=Intervals(fraction, fraction))
     assert_close(ours, stepped(Plain(), X.reshape(-1, 4)), rtol=1e-9, atol=1e-11)
 
 
@@ -69,7 +69,7 @@ def test_an_argument_is_per_example_by_what_it_says_and_not_by_its_length():
     x, mask = normal(1, 4, seed=2).expand(4, -1).contiguous(), normal(4, seed=3)
     y = torch.zeros(4, dtype=torch.long)
     loss = nn.CrossEntropyLoss()
-    settings = FIXED | {"fisher_fraction": 0.5, "statistics_fraction": 0.5}
+    settings = FIXED | {"intervals": Intervals(0.5, 0.5)}
     optimizer = KFAC(Masked(), loss, **settings)
     assert_right_curvature(optimizer, lambda f: f(x, mask), lambda z: loss(z, y))
 

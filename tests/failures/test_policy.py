@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import kronfac
-from kronfac import KFAC, EventKind
+from kronfac import KFAC, EventKind, Intervals
 from kronfac.curvature import DampedInverse
 from kronfac.curvature.block_diagonal import PreparedBlocks
 from kronfac.curvature.block_tridiagonal import _Prepared as PreparedChains
@@ -29,7 +29,7 @@ INVERSES = ["block_diagonal", "block_tridiagonal", "ekfac"]
 
 
 def new(model: nn.Module | None = None, **settings) -> KFAC:
-    given = {"inverse_interval": 1, **FIXED, **settings}
+    given = {**FIXED, "intervals": Intervals(1.0, 1.0, 1), **settings}
     return KFAC(mlp([4, 5, 5, 2]) if model is None else model, nn.MSELoss(), **given)
 
 
@@ -178,7 +178,10 @@ def without_memory(monkeypatch, inverse: type, error: Exception) -> None:
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("lag", [0, 2])
 def test_no_memory_for_a_refresh(error, lag, monkeypatch):
-    first, optimizer = new(inverse_lag=lag, inverse_interval=4), new(inverse_interval=4)
+    first, optimizer = (
+        new(intervals=Intervals(1.0, 1.0, 4, lag)),
+        new(intervals=Intervals(1.0, 1.0, 4)),
+    )
     with monkeypatch.context() as patched:
         without_memory(patched, kronfac.extend.BlockDiagonalInverse, error)
         assert step(first) == ["out_of_memory", "block_plain"]

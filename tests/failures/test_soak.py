@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC
+from kronfac import KFAC, Intervals
 from kronfac.extend import SampledFisher
 from tests.conftest import mlp, normal
 
@@ -32,7 +32,13 @@ def test_a_long_run(inverse):
     """Moving averages of inputs are recomputed from a log of what the layers were given."""
     model = mlp([3, 6, 2])
     fisher = SampledFisher(ema_decay=DECAY)
-    optimizer = KFAC(model, nn.MSELoss(), inverse=inverse, fisher=fisher, statistics_fraction=1.0)
+    optimizer = KFAC(
+        model,
+        nn.MSELoss(),
+        inverse=inverse,
+        fisher=fisher,
+        intervals=Intervals(statistics_fraction=1.0),
+    )
     truth: list[Tensor | None] = [None, None]
     marks = []
     for k in range(1, STEPS + 1):

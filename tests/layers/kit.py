@@ -109,10 +109,8 @@ def fixed(model: nn.Module, loss: nn.Module) -> kronfac.KFAC:
         fisher="exact",
         damping=kronfac.FixedDamping(0.1),
         gamma=kronfac.FixedGamma(),
-        step_rule=kronfac.QuadraticModel(),
-        statistics_fraction=1.0,
-        fisher_fraction=1.0,
-        inverse_interval=1,
+        step_rule=kronfac.QuadraticModel(bounded=False, memory=None),
+        intervals=kronfac.Intervals(1.0, 1.0, inverse_interval=1),
     )
 
 

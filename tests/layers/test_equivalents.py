@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
 
-from kronfac import KFAC, Blocks, FixedDamping, FixedGamma, QuadraticModel
+from kronfac import (
+    KFAC,
+    Blocks,
+    FixedDamping,
+    FixedGamma,
+    Intervals,
+    QuadraticModel,
+)
 from tests.conftest import normal
 from tests.layers.kinds import perturbed
 from tests.networks.libraries import transformers
@@ -26,12 +33,10 @@ def changes(model: nn.Module, x: Tensor, blocks: Blocks, loss: nn.Module, steps:
         model,
         loss,
         fisher="exact",
-        damping=FixedDamping(0.1),
+        damping=FixedDamping(0.1, reject=None),
         gamma=FixedGamma(0.3),
-        step_rule=QuadraticModel(),
-        acceptance=None,
-        statistics_fraction=1.0,
-        fisher_fraction=1.0,
+        step_rule=QuadraticModel(bounded=False, memory=None),
+        intervals=Intervals(1.0, 1.0),
         blocks=blocks,
     )
     generator = torch.Generator().manual_seed(1)

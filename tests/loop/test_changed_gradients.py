@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC, FixedDamping, FixedGamma, LevenbergMarquardtRule, QuadraticModel
+from kronfac import (
+    KFAC,
+    FixedDamping,
+    FixedGamma,
+    Intervals,
+    LevenbergMarquardtRule,
+    QuadraticModel,
+)
 from kronfac.step.state import CheckState
 from tests.loop.loops import PROBLEMS, same_parameters, step_without_closure
 
@@ -55,10 +62,9 @@ def test_the_clipped_gradient_is_what_is_preconditioned() -> None:
         optimizer = KFAC(
             model,
             PROBLEM.loss_fn,
-            damping=FixedDamping(0.1),
+            damping=FixedDamping(0.1, reject=None),
             gamma=FixedGamma(0.3),
-            step_rule=QuadraticModel(momentum=False),
-            acceptance=None,
+            step_rule=QuadraticModel(momentum=False, bounded=False, memory=None),
         )
         # Two comparisons that differ have told that gradients are clipped.
         optimizer._state = replace(optimizer._state, gradients=CheckState(scales=(0.3, 0.7)))
@@ -167,7 +173,7 @@ def test_rho_of_a_clipped_step_is_that_of_the_whole_gradient(
         loss_fn,
         weight_decay=weight_decay,
         damping=LevenbergMarquardtRule(1e-12, interval=1),
-        fisher_fraction=1.0,
+        intervals=Intervals(fisher_fraction=1.0),
     )
     # Two comparisons that differ have told that gradients are clipped.
     optimizer._state = replace(optimizer._state, gradients=CheckState(scales=(0.3, 0.7)))

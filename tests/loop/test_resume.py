@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC
+from kronfac import KFAC, Intervals
 from tests.loop.loops import PROBLEMS, Problem
 from tests.optimizer.runs import same
 
@@ -188,7 +188,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ekfac": {"inverse": "ekfac"},
     "exact": {"fisher": "exact"},
     "weight_decay": {"weight_decay": 1e-2},
-    "background": {"inverse_lag": 1, "inverse_interval": 2},
+    "background": {"intervals": Intervals(inverse_lag=1, inverse_interval=2)},
 }
 
 

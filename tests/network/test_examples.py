@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from kronfac import KFAC
+from kronfac import KFAC, Intervals
 from kronfac.curvature.taps import gradients_of_examples
 from kronfac.linearize import Traced
 from kronfac.model import Network
@@ -205,7 +205,11 @@ def test_a_run_on_some_of_the_examples_learns(batch_first):
     x = normal(24, 5, 4)
     y = (x.sum(dim=(1, 2)) > 0).long()
     model = Recurrent(batch_first=batch_first).double()
-    optimizer = KFAC(model, nn.CrossEntropyLoss(), statistics_fraction=0.25, fisher_fraction=0.5)
+    optimizer = KFAC(
+        model,
+        nn.CrossEntropyLoss(),
+        intervals=Intervals(0.25, 0.5),
+    )
 
     def closure() -> Tensor:
         optimizer.zero_grad()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from kronfac import KFAC
+from kronfac import KFAC, Intervals
 from kronfac.errors import ClosureError
 from kronfac.objective import objective_of
 from kronfac.record import record
@@ -172,7 +172,7 @@ class ByName(nn.Module):
 
 def test_a_model_that_is_given_such_tensors_and_needs_their_names():
     def steps(model, made):
-        optimizer = KFAC(model, LOSS, statistics_fraction=0.5, fisher_fraction=0.5)
+        optimizer = KFAC(model, LOSS, intervals=Intervals(0.5, 0.5))
         torch.manual_seed(0)
         for step in range(8):
             x, y = normal(12, 3, seed=step), normal(12, 2, seed=20 + step)

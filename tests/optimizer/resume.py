@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC, AdaptiveDamping, AdaptiveGamma, GammaSearch, LevenbergMarquardtRule
+from kronfac import (
+    KFAC,
+    AdaptiveDamping,
+    AdaptiveGamma,
+    GammaSearch,
+    Intervals,
+    LevenbergMarquardtRule,
+)
 from kronfac.extend import (
     BlockDiagonalInverse,
     BlockTridiagonalInverse,
@@ -27,8 +34,9 @@ LAST = 13
 PERIODS = {
     "damping": LevenbergMarquardtRule(lambda_=0.5, interval=3),
     "gamma": GammaSearch(interval=4),
-    "inverse_interval": 4,
+    "intervals": Intervals(inverse_interval=4),
 }
+LAGGED = Intervals(inverse_interval=4, inverse_lag=3)
 
 CASES: dict[str, dict[str, Any]] = {
     "block_diagonal": {"inverse": BlockDiagonalInverse()},
@@ -39,16 +47,26 @@ CASES: dict[str, dict[str, Any]] = {
     "out_of_order": {"inverse": BlockTridiagonalInverse()},
     "ekfac": {"inverse": EigenvalueCorrectedInverse(), "weight_decay": 0.01},
     "three_samples": {"fisher": SampledFisher(samples=3, seed=5)},
-    "chunks": {"statistics_fraction": 0.6, "fisher_fraction": 0.4},
+    "chunks": {"intervals": Intervals(0.6, 0.4, inverse_interval=4)},
     # Saved between the start of a refresh and its use, after one that was used.
-    "background": {"inverse": BlockDiagonalInverse(), "inverse_lag": 3, "weight_decay": 0.01},
-    "background_ekfac": {"inverse": EigenvalueCorrectedInverse(), "inverse_lag": 3},
-    "background_tridiagonal": {"inverse": BlockTridiagonalInverse(), "inverse_lag": 3},
+    "background": {
+        "inverse": BlockDiagonalInverse(),
+        "intervals": LAGGED,
+        "weight_decay": 0.01,
+    },
+    "background_ekfac": {
+        "inverse": EigenvalueCorrectedInverse(),
+        "intervals": LAGGED,
+    },
+    "background_tridiagonal": {
+        "inverse": BlockTridiagonalInverse(),
+        "intervals": LAGGED,
+    },
     # The last step is saved before it was judged, with what it takes to take it back.
     "adaptive": {
         "damping": AdaptiveDamping(),
         "gamma": AdaptiveGamma(),
-        "inverse_interval": None,
+        "intervals": Intervals(),
         "weight_decay": 0.01,
     },
 }

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 import kronfac
-from kronfac import KFAC
+from kronfac import KFAC, Intervals
 from kronfac.errors import (
     ClosureError,
     TargetError,
@@ -127,7 +127,10 @@ def test_it_trains_and_every_loss_is_seen(name):
 def test_closures_of_both_kinds_and_micro_batches_take_the_same_step(name, fisher):
     make, loss, y = LOSSES[name]
     models = [make() for _ in range(3)]
-    optimizers = [KFAC(model, loss, fisher=fisher, statistics_fraction=1.0) for model in models]
+    optimizers = [
+        KFAC(model, loss, fisher=fisher, intervals=Intervals(statistics_fraction=1.0))
+        for model in models
+    ]
     for _ in range(2):
         optimizers[0].step(optimizers[0].closure(X, y))
         optimizers[1].step(own(optimizers[1], loss, y))

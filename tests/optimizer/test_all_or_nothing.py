@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC, GammaSearch, LevenbergMarquardtRule
+from kronfac import KFAC, GammaSearch, Intervals, LevenbergMarquardtRule
 from tests.conftest import mlp, normal, passes_either_way
 from tests.optimizer.resume import Backwards
 from tests.optimizer.runs import INVERSES, Snapshot, closure_of, mean_square, same
@@ -50,7 +50,7 @@ def new_optimizer(model: nn.Module | None = None, **settings) -> KFAC:
             "weight_decay": 1e-2,
             "damping": LevenbergMarquardtRule(lambda_=0.5, interval=2),
             "gamma": GammaSearch(interval=6),
-            "inverse_interval": 3,
+            "intervals": Intervals(inverse_interval=3),
         }
         | settings,
     )

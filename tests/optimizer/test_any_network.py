@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from kronfac import KFAC, FixedDamping, FixedGamma, QuadraticModel
+from kronfac import KFAC, FixedDamping, FixedGamma, Intervals, QuadraticModel
 from kronfac.extend import BlockDiagonalInverse
 from tests.conftest import mlp, normal
 from tests.optimizer.runs import closure_of
@@ -59,7 +59,7 @@ def assert_dense_step(model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor, o
         fisher="exact",
         damping=FixedDamping(LAMBDA),
         gamma=FixedGamma(0.5),
-        step_rule=QuadraticModel(momentum=True),
+        step_rule=QuadraticModel(bounded=False, memory=None),
     )
     last = None
     for step in range(3):
@@ -200,7 +200,7 @@ def test_the_low_rank_route_makes_the_same_steps_with_a_closure_of_the_users_own
             nn.MSELoss(),
             weight_decay=0.2,
             inverse=BlockDiagonalInverse(low_rank=True),
-            inverse_interval=4,
+            intervals=Intervals(inverse_interval=4),
         )
         for model in models
     ]

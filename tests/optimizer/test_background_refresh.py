@@ -20,6 +20,7 @@ from kronfac import (
     FixedDamping,
     FixedGamma,
     GammaSearch,
+    Intervals,
     LevenbergMarquardtRule,
 )
 from kronfac.curvature import Curvature, KroneckerMoments, Link
@@ -40,8 +41,7 @@ INTERVAL, LAG = 5, 3
 PERIODS = {
     "damping": LevenbergMarquardtRule(lambda_=0.5, interval=2),
     "gamma": GammaSearch(interval=INTERVAL),
-    "inverse_interval": INTERVAL,
-    "inverse_lag": LAG,
+    "intervals": Intervals(inverse_interval=INTERVAL, inverse_lag=LAG),
 }
 
 
@@ -338,7 +338,7 @@ def test_layers_in_parallel_give_what_one_after_the_other_does(inverse):
 
 
 def test_with_the_interval_left_open_only_where_refreshes_are_far_apart():
-    optimizer = KFAC(mlp([6, 9, 9, 3], seed=3), nn.MSELoss(), inverse_lag=LAG)
+    optimizer = KFAC(mlp([6, 9, 9, 3], seed=3), nn.MSELoss(), intervals=Intervals(inverse_lag=LAG))
     seen = set()
     for k in range(1, 60):
         step(optimizer, k)
@@ -350,7 +350,7 @@ def test_with_the_interval_left_open_only_where_refreshes_are_far_apart():
 
 @pytest.mark.parametrize("lag", [0, LAG])
 def test_without_a_lag_nothing_is_left_under_way(lag):
-    optimizer = new(inverse_lag=lag)
+    optimizer = new(intervals=Intervals(inverse_interval=INTERVAL, inverse_lag=lag))
     found = False
     for k in range(1, 12):
         step(optimizer, k)

@@ -11,7 +11,15 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 import kronfac
-from kronfac import KFAC, Blocks, FixedDamping, FixedGamma, GammaSearch, LevenbergMarquardtRule
+from kronfac import (
+    KFAC,
+    Blocks,
+    FixedDamping,
+    FixedGamma,
+    GammaSearch,
+    Intervals,
+    LevenbergMarquardtRule,
+)
 from kronfac.errors import ClosureError, TargetError, UnsupportedLossError, UnsupportedModelError
 from kronfac.extend import (
     BlockDiagonalInverse,
@@ -400,16 +408,19 @@ def test_no_closure():
         ({"weight_decay": -1e-5}, "weight_decay.*-1e-05"),
         ({"weight_decay": float("nan")}, "weight_decay.*nan"),
         ({"weight_decay": float("inf")}, "weight_decay.*inf"),
-        ({"statistics_fraction": 0.0}, r"statistics_fraction lies in \(0, 1\]; got 0"),
-        ({"statistics_fraction": 1.5}, "statistics_fraction.*1.5"),
-        ({"fisher_fraction": -0.1}, "fisher_fraction.*-0.1"),
-        ({"fisher_fraction": float("nan")}, "fisher_fraction.*nan"),
-        ({"inverse_interval": 0}, "inverse_interval.*got 0"),
-        ({"inverse_lag": -1}, "inverse_lag must be between 0 and 10.*Got -1"),
-        ({"inverse_lag": 11}, "inverse_lag must be between 0 and 10.*Got 11"),
-        ({"inverse_lag": 4, "inverse_interval": 4}, "inverse_lag must be between 0 and 3.*Got 4"),
-        ({"gamma": GammaSearch(), "inverse_interval": 15}, "multiple.*20 and 15"),
-        ({"gamma": GammaSearch(interval=10), "inverse_interval": 4}, "T₂.*T₃.*10 and 4"),
+        (
+            {"gamma": GammaSearch(), "intervals": Intervals(inverse_interval=15)},
+            "multiple.*20 and 15",
+        ),
+        (
+            {"gamma": GammaSearch(10), "intervals": Intervals(inverse_interval=4)},
+            "T₂.*T₃.*10 and 4",
+        ),
+        ({"intervals": 5}, "intervals is an Intervals, such as.*got 5"),
+        (
+            {"damping": FixedDamping(0.1, reject=2.0)},
+            "reject of a rule for λ is an Acceptance.*got 2.0",
+        ),
     ],
     ids=str,
 )
@@ -423,6 +434,17 @@ def test_settings_that_make_no_sense(settings, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (
+            lambda: Intervals(statistics_fraction=0.0),
+            r"statistics_fraction lies in \(0, 1\]; got 0",
+        ),
+        (lambda: Intervals(statistics_fraction=1.5), "statistics_fraction.*1.5"),
+        (lambda: Intervals(fisher_fraction=-0.1), "fisher_fraction.*-0.1"),
+        (lambda: Intervals(fisher_fraction=float("nan")), "fisher_fraction.*nan"),
+        (lambda: Intervals(inverse_interval=0), "inverse_interval.*got 0"),
+        (lambda: Intervals(inverse_lag=-1), "inverse_lag lies between 0 and 10.*Got -1"),
+        (lambda: Intervals(inverse_lag=11), "inverse_lag lies between 0 and 10.*Got 11"),
+        (lambda: Intervals(inverse_interval=4, inverse_lag=4), "between 0 and 3.*Got 4"),
         (lambda: LevenbergMarquardtRule(lambda_=-1.0), "λ.*-1.0"),
         (lambda: LevenbergMarquardtRule(interval=0), "interval.*0"),
         (lambda: LevenbergMarquardtRule(decay=1.1), "decay.*1.1"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import kronfac
-from kronfac import KFAC
+from kronfac import KFAC, Intervals
 from kronfac.errors import StateError
 from kronfac.extend import BlockDiagonalInverse, BlockTridiagonalInverse, ExactTikhonov
 from kronfac.storage import Storable
@@ -48,7 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "exact_tikhonov": {"inverse": BlockDiagonalInverse(tikhonov=ExactTikhonov())},
     "low_rank": {"inverse": BlockDiagonalInverse(low_rank=True), "weight_decay": 0.01},
     "smith": {"inverse": BlockTridiagonalInverse(solver="smith")},
-    "refresh_under_way": {"inverse_lag": 3, "inverse_interval": 4},
+    "refresh_under_way": {"intervals": Intervals(inverse_lag=3, inverse_interval=4)},
     "paper": kronfac.presets.paper(),
 }
 STEPS = {"refresh_under_way": 16}
@@ -223,7 +223,9 @@ def test_a_tensor_in_two_places_stays_one():
 def test_a_rule_goes_on_from_what_it_has_in_common_with_another():
     state = trained(weight_decay=0.1).state_dict()
     assert state["kfac"]["gamma"]["class"] == "kronfac.AdaptiveGammaState"
-    searching = trained(3, gamma=kronfac.GammaSearch(interval=5), inverse_interval=5)
+    searching = trained(
+        3, gamma=kronfac.GammaSearch(interval=5), intervals=Intervals(inverse_interval=5)
+    )
     searching.load_state_dict(state)
     common = {"class": "kronfac.GammaState", "gamma": state["kfac"]["gamma"]["gamma"]}
     assert searching.state_dict()["kfac"]["gamma"] == common

@@ -11,7 +11,14 @@ from torch import nn
 from torch.testing import assert_close
 
 import kronfac.linalg.spd
-from kronfac import KFAC, EventKind, FixedDamping, FixedGamma, RawStep
+from kronfac import (
+    KFAC,
+    EventKind,
+    FixedDamping,
+    FixedGamma,
+    Intervals,
+    RawStep,
+)
 from kronfac.curvature import Curvature
 from kronfac.errors import StateError
 from kronfac.extend import EigenvalueCorrectedInverse, ExactFisher, ExactTikhonov
@@ -24,7 +31,7 @@ FIXED: dict[str, Any] = {
     "inverse": EigenvalueCorrectedInverse(ExactTikhonov()),
     "damping": FixedDamping(0.1),
     "gamma": FixedGamma(GAMMA),
-    "inverse_interval": INTERVAL,
+    "intervals": Intervals(inverse_interval=INTERVAL),
 }
 
 
@@ -51,11 +58,10 @@ def second_moments(F, E, shapes):
 def test_whole_steps_by_the_dense_definition(lag):
     """θ ← θ − E (S + γ²)⁻¹ Eᵀ ∇h, E of the last refresh, S of all steps since, this one included."""
     optimizer = new(
-        inverse_lag=lag,
+        intervals=Intervals(1.0, None, INTERVAL, lag),
         step_rule=RawStep(1.0),
         fisher=ExactFisher(ema_decay=0.9),
-        acceptance=None,
-        statistics_fraction=1.0,
+        damping=FixedDamping(0.1, reject=None),
     )
     model, loss = optimizer.model, nn.MSELoss()
     shapes = dense.shapes(model)
@@ -124,7 +130,8 @@ class Slow(EigenvalueCorrectedInverse):
 
 def test_a_background_refresh_gives_the_same_run_however_long_it_takes():
     slow, fast = (
-        new(inverse=kind(), inverse_lag=LAG) for kind in (Slow, EigenvalueCorrectedInverse)
+        new(inverse=kind(), intervals=Intervals(None, None, INTERVAL, LAG))
+        for kind in (Slow, EigenvalueCorrectedInverse)
     )
     for k in range(1, 18):
         step(slow, k)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
 
-from kronfac import KFAC, GammaSearch, LevenbergMarquardtRule
+from kronfac import KFAC, GammaSearch, Intervals, LevenbergMarquardtRule
 from tests.conftest import mlp, normal, passes_either_way
 from tests.optimizer.pseudocode import Pseudocode
 from tests.optimizer.runs import agree, close, closure_of, mean_square, targets_for
@@ -21,7 +21,7 @@ OURS = {
     "fisher": "exact",
     "damping": LevenbergMarquardtRule(lambda_=0.5, interval=1),
     "gamma": GammaSearch(interval=4),
-    "inverse_interval": 2,
+    "intervals": Intervals(inverse_interval=2),
 }
 THEIRS = {"eta": 1e-2, "lambda_": 0.5, "T1": 1, "T2": 4, "T3": 2, "gamma_min": 0.1}
 LOSS = nn.MSELoss()

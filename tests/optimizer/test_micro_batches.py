@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import kronfac
-from kronfac import KFAC, GammaSearch, LevenbergMarquardtRule
+from kronfac import KFAC, GammaSearch, Intervals, LevenbergMarquardtRule
 from kronfac.extend import BlockDiagonalInverse, SampledFisher
 from kronfac.storage import tensors_in
 from tests.conftest import ALGEBRA, mlp, normal, passes_either_way
@@ -46,9 +46,7 @@ def new_optimizer(loss: nn.Module, model: nn.Module | None = None, **settings) -
             "weight_decay": 1e-2,
             "damping": LevenbergMarquardtRule(lambda_=0.5, interval=2),
             "gamma": GammaSearch(interval=4),
-            "inverse_interval": 2,
-            "statistics_fraction": 0.5,
-            "fisher_fraction": 0.7,
+            "intervals": Intervals(0.5, 0.7, 2),
         }
         | settings,
     )
@@ -160,8 +158,7 @@ def test_no_pass_is_over_more_rows_than_a_chunk(inverse):
         loss,
         nn.Sequential(gauge, *mlp([4, 6, 5, 3], seed=3)),
         inverse=inverse,
-        statistics_fraction=1.0,
-        fisher_fraction=1.0,
+        intervals=Intervals(1.0, 1.0, 2),
         gamma=GammaSearch(interval=2, criterion="objective"),
     )
     for step in range(4):

@@ -173,7 +173,8 @@ def test_nothing_is_averaged_where_mini_batches_agree():
 
 
 @pytest.mark.parametrize(
-    "step_rule", [RawStep(0.1), QuadraticModel(), QuadraticModel(bounded=True)]
+    "step_rule",
+    [RawStep(0.1), QuadraticModel(bounded=False, memory=None), QuadraticModel(memory=None)],
 )
 def test_nor_by_rules_without_a_long_memory(step_rule):
     optimizer = advance(new(step_rule=step_rule), range(45))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import kronfac
-from kronfac import KFAC, GammaSearch
+from kronfac import KFAC, GammaSearch, Intervals
 from kronfac.extend import SampledFisher
 from tests.conftest import mlp, normal
 from tests.optimizer.runs import INVERSES, same, targets_for
@@ -27,7 +27,7 @@ def advance(optimizer: KFAC, steps: int) -> None:
 
 
 def run(loss: nn.Module, steps: int = 7, **settings) -> KFAC:
-    periods = {"gamma": GammaSearch(interval=6), "inverse_interval": 3}
+    periods = {"gamma": GammaSearch(interval=6), "intervals": Intervals(inverse_interval=3)}
     optimizer = KFAC(mlp([4, 5, 4, 3], seed=3), loss, weight_decay=1e-2, **periods | settings)
     advance(optimizer, steps)
     return optimizer
@@ -38,7 +38,7 @@ def run(loss: nn.Module, steps: int = 7, **settings) -> KFAC:
 def test_the_global_generator_is_left_alone(loss, inverse):
     model = mlp([4, 5, 4, 3], seed=3)
     before = torch.get_rng_state()
-    periods = {"gamma": GammaSearch(interval=6), "inverse_interval": 3}
+    periods = {"gamma": GammaSearch(interval=6), "intervals": Intervals(inverse_interval=3)}
     advance(KFAC(model, LOSSES[loss], inverse=inverse, **periods), steps=7)
     assert torch.equal(torch.get_rng_state(), before)
 

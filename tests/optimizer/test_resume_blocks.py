@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC, Blocks
+from kronfac import KFAC, Blocks, Intervals
 from tests.conftest import seeded
 from tests.optimizer.resume import contents, through_a_file
 from tests.optimizer.runs import closure_of, same
@@ -99,7 +99,13 @@ CASES: dict[str, Case] = {
 def new_run(case: str, inverse: str) -> KFAC:
     make, _, blocks, _ = CASES[case]
     torch.manual_seed(0)
-    return KFAC(make(), nn.CrossEntropyLoss(), inverse=inverse, blocks=blocks, inverse_interval=3)
+    return KFAC(
+        make(),
+        nn.CrossEntropyLoss(),
+        inverse=inverse,
+        blocks=blocks,
+        intervals=Intervals(inverse_interval=3),
+    )
 
 
 def advance(optimizer: KFAC, case: str, steps: range) -> None:

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from kronfac import KFAC
+from kronfac import KFAC, Intervals
 from kronfac.extend import (
     BlockDiagonalInverse,
     BlockTridiagonalInverse,
@@ -62,8 +62,7 @@ def test_continued_from_a_file_it_equals_the_uninterrupted_run(
             nn.MSELoss(),
             inverse=inverse,
             weight_decay=weight_decay,
-            inverse_interval=INTERVAL,
-            inverse_lag=lag,
+            intervals=Intervals(inverse_interval=INTERVAL, inverse_lag=lag),
         )
 
     uninterrupted, continued = run(), run()

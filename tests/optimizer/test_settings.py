@@ -13,6 +13,7 @@ from kronfac import (
     FixedDamping,
     FixedGamma,
     GammaSearch,
+    Intervals,
     LevenbergMarquardtRule,
     QuadraticModel,
     RawStep,
@@ -43,7 +44,7 @@ OURS = {
     "fisher": "exact",
     "damping": LevenbergMarquardtRule(lambda_=0.5, interval=2),
     "gamma": GammaSearch(interval=6),
-    "inverse_interval": 3,
+    "intervals": Intervals(inverse_interval=3),
 }
 THEIRS = {"eta": 1e-2, "lambda_": 0.5, "T1": 2, "T2": 6, "T3": 3, "gamma_min": 0.1}
 
@@ -74,7 +75,10 @@ SETTINGS = {
         {"step_rule": RawStep(alpha=0.5), "gamma": FixedGamma(4.0)},
         {"raw_alpha": 0.5, "gamma": 4.0, "T2": None},
     ),
-    "no_momentum": ({"step_rule": QuadraticModel(momentum=False)}, {"momentum": False}),
+    "no_momentum": (
+        {"step_rule": QuadraticModel(momentum=False, bounded=False, memory=None)},
+        {"momentum": False},
+    ),
     "fixed_gamma": ({"gamma": FixedGamma(0.7)}, {"gamma": 0.7, "T2": None}),
     "first_gamma": ({"gamma": FixedGamma()}, {"T2": None}),
     "tied_gamma": ({"gamma": TiedGamma()}, {"tied": True}),
@@ -83,9 +87,15 @@ SETTINGS = {
         {"damping": FixedDamping(0.0), "gamma": FixedGamma(0.4)},
         {"lambda_": 0.0, "T1": None, "gamma": 0.4, "T2": None},
     ),
-    "by_model": ({"gamma": GammaSearch(interval=2), "inverse_interval": 2}, {"T2": 2, "T3": 2}),
+    "by_model": (
+        {"gamma": GammaSearch(interval=2), "intervals": Intervals(inverse_interval=2)},
+        {"T2": 2, "T3": 2},
+    ),
     "by_objective": (
-        {"gamma": GammaSearch(interval=2, criterion="objective"), "inverse_interval": 2},
+        {
+            "gamma": GammaSearch(interval=2, criterion="objective"),
+            "intervals": Intervals(inverse_interval=2),
+        },
         {"T2": 2, "T3": 2, "by_objective": True},
     ),
     "bounds": (
@@ -102,7 +112,7 @@ SETTINGS = {
     ),
     "smith": ({"inverse": BlockTridiagonalInverse(solver="smith")}, {"tridiagonal": True}),
     "class": ({"inverse": BlockTridiagonalInverse, "fisher": ExactFisher}, {"tridiagonal": True}),
-    "refresh_always": ({"inverse_interval": 1}, {"T3": 1}),
+    "refresh_always": ({"intervals": Intervals(inverse_interval=1)}, {"T3": 1}),
 }
 
 
@@ -195,7 +205,11 @@ def test_sampled_targets_enter_as_their_mean(kind, samples):
     loss = remembering(kind)
     model = mlp([4, 5, 4, 3], seed=3)
     fisher = SampledFisher(samples=samples, seed=8)
-    optimizer = KFAC(model, loss, **OURS | {"fisher": fisher, "statistics_fraction": First(0.5)})
+    optimizer = KFAC(
+        model,
+        loss,
+        **OURS | {"fisher": fisher, "intervals": Intervals(First(0.5), None, 3)},
+    )
     expected = Pseudocode(model, loss, tau1=0.5, **THEIRS)
     for step in range(7):
         x, y = data(step, loss)
@@ -337,9 +351,7 @@ def test_the_papers_constants():
     assert settings["gamma"].interval == 20
     assert settings["gamma"].criterion == "model"
     assert settings["step_rule"].momentum is True
-    assert settings["inverse_interval"] == 20
-    assert settings["statistics_fraction"] == 0.125
-    assert settings["fisher_fraction"] == 0.25
+    assert settings["intervals"] == Intervals(0.125, 0.25, inverse_interval=20)
     # Of the method itself, not of the experiments.
     optimizer = KFAC(mlp([4, 3]), kronfac.Bernoulli(), weight_decay=1e-5, **settings)
     fisher, step_rule = optimizer.settings.fisher, optimizer.settings.step_rule
@@ -426,8 +438,7 @@ def test_where_the_model_predicts_a_rise_lambda_rises_whatever_the_ratio():
     ],
 )
 def test_statistics_are_of_250_terms_and_8_examples_at_the_least(examples, terms, expected):
-    settings = KFAC(mlp([2, 2]), kronfac.Gaussian()).settings
-    share, _ = settings.shares(examples, terms)
+    share, _ = Intervals().shares(examples, terms)
     assert math.ceil(share * examples - 1e-9) == expected
 
 

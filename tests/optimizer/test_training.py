@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import kronfac
-from kronfac import KFAC, LevenbergMarquardtRule
+from kronfac import KFAC, Intervals, LevenbergMarquardtRule
 from kronfac.curvature import DampedInverse
 from kronfac.curvature.block_diagonal import PreparedBlocks
 from kronfac_experiments.training import sparse_
@@ -132,7 +132,7 @@ def test_a_search_for_gamma_holds_three_inverses_at_the_most(monkeypatch):
         kronfac.Bernoulli(),
         damping=LevenbergMarquardtRule(lambda_=1.0),
         gamma=search,
-        inverse_interval=1,
+        intervals=Intervals(inverse_interval=1),
     )
     x = blobs(20, seed=0)
     for _ in range(4):

@@ -73,7 +73,12 @@ def test_rho_is_that_of_the_step_before_on_rows_that_it_has_not_seen(inverse, ow
 
 def test_lambda_moves_by_what_the_next_mini_batch_says():
     """By the rule of `AdaptiveDamping`, s = 1 − λ‖δ‖² / −2(M(δ) − M(0)) where (α, μ) minimise M."""
-    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, weight_decay=ETA, step_rule=QuadraticModel())
+    optimizer = KFAC(
+        mlp([4, 6, 3], seed=3),
+        LOSS,
+        weight_decay=ETA,
+        step_rule=QuadraticModel(bounded=False, memory=None),
+    )
     seen = 0
     for step in range(1, 25):
         report = optimizer.report
@@ -138,8 +143,8 @@ def _at(model: nn.Module, values: dict[str, Tensor]) -> nn.Module:
 def good_steps(cases: int, steps: int, acceptance: Acceptance) -> tuple[int, int, int, int]:
     """Counts of the steps that lower the loss on many other examples, and of those among them that raise
     it on the next mini-batch or are rejected; last the count of all rejected steps."""
-    damping = AdaptiveDamping(settling=steps)
-    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, damping=damping, acceptance=acceptance)
+    damping = AdaptiveDamping(settling=steps, reject=acceptance)
+    optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, damping=damping)
     others = data(1_000_000, cases=4_000)
     good = rises = rejected = backs = 0
     before = math.inf
@@ -536,7 +541,7 @@ def test_rules_that_do_not_ask_for_it_have_no_validation(damping):
 @pytest.mark.parametrize("off", [None, Acceptance(rejection=None)])
 def test_without_rejection_the_last_step_is_validated_for_lambda(off):
     for acceptance, rejected in ((Acceptance(), True), (off, False)):
-        optimizer = KFAC(network(), LOSS, acceptance=acceptance)
+        optimizer = KFAC(network(), LOSS, damping=AdaptiveDamping(reject=acceptance))
         closure = optimizer.closure(*data(0))
         optimizer.step(closure)
         too_long_step(optimizer, closure)
@@ -549,8 +554,9 @@ def test_without_rejection_the_last_step_is_validated_for_lambda(off):
 
 @pytest.mark.parametrize("suspicion", [4.0, None])
 def test_without_suspicion_no_step_is_validated_out_of_turn(suspicion):
-    damping = AdaptiveDamping(settling=15, interval=100)
-    optimizer = KFAC(network(), LOSS, damping=damping, acceptance=Acceptance(suspicion=suspicion))
+    acceptance = Acceptance(suspicion=suspicion)
+    damping = AdaptiveDamping(settling=15, interval=100, reject=acceptance)
+    optimizer = KFAC(network(), LOSS, damping=damping)
     for step in range(17):
         x, y = data(step)
         optimizer.step(optimizer.closure(x, y + (30.0 if step == 16 else 0.0)))

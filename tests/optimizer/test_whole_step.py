@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import kronfac
-from kronfac import KFAC, GammaSearch, LevenbergMarquardtRule, QuadraticModel
+from kronfac import KFAC, GammaSearch, Intervals, LevenbergMarquardtRule, QuadraticModel
 from kronfac.extend import First
 from tests.conftest import mlp, normal, passes_either_way
 from tests.optimizer.pseudocode import Pseudocode
@@ -63,10 +63,8 @@ def test_a_run_equals_the_pseudocode(case, inverse):
         fisher="exact",
         damping=LevenbergMarquardtRule(lambda_=0.1, interval=T1),
         gamma=GammaSearch(interval=T2),
-        step_rule=QuadraticModel(),
-        statistics_fraction=First(0.3),
-        fisher_fraction=First(0.6),
-        inverse_interval=T3,
+        step_rule=QuadraticModel(bounded=False, memory=None),
+        intervals=Intervals(First(0.3), First(0.6), inverse_interval=T3),
     )
     seen = [agree(optimizer, expected, x, y) for x, y in mini_batches(loss, 3)]
 
@@ -95,8 +93,8 @@ def test_a_network_without_biases_and_a_closure_of_the_users_own(inverse):
         fisher="exact",
         damping=LevenbergMarquardtRule(lambda_=0.1, interval=1),
         gamma=GammaSearch(interval=4),
-        step_rule=QuadraticModel(),
-        inverse_interval=2,
+        step_rule=QuadraticModel(bounded=False, memory=None),
+        intervals=Intervals(inverse_interval=2),
     )
     for x, y in mini_batches(loss, 3, steps=14):
         agree(optimizer, expected, x, y, closure_of(optimizer, loss, x, y))
@@ -114,7 +112,7 @@ def test_a_change_of_weight_decay_takes_effect_at_once(inverse):
         fisher="exact",
         damping=LevenbergMarquardtRule(lambda_=0.5, interval=2),
         gamma=GammaSearch(interval=6, minimum=0.1),
-        inverse_interval=3,
+        intervals=Intervals(inverse_interval=3),
     )
     expected = Pseudocode(
         model, loss, tridiagonal=tridiagonal, lambda_=0.5, T1=2, T2=6, T3=3, gamma_min=0.1

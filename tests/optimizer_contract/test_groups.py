@@ -13,6 +13,7 @@ from kronfac import (
     KFAC,
     FixedDamping,
     FixedGamma,
+    Intervals,
     LevenbergMarquardtRule,
     QuadraticModel,
 )
@@ -24,12 +25,10 @@ LOSS = nn.MSELoss()
 LAMBDA, GAMMA = 0.3, 0.6
 EXACT: dict[str, Any] = {
     "fisher": "exact",
-    "damping": FixedDamping(LAMBDA),
+    "damping": FixedDamping(LAMBDA, reject=None),
     "gamma": FixedGamma(GAMMA),
-    "step_rule": QuadraticModel(),
-    "acceptance": None,
-    "statistics_fraction": 1.0,
-    "fisher_fraction": 1.0,
+    "step_rule": QuadraticModel(bounded=False, memory=None),
+    "intervals": Intervals(1.0, 1.0),
 }
 
 
@@ -63,8 +62,8 @@ RATES = {
 @pytest.mark.parametrize("momentum", [True, False])
 @pytest.mark.parametrize("rates", RATES.values(), ids=RATES)
 def test_the_applied_step_is_that_of_rate_one_times_the_rates(rates, momentum):
-    settings = EXACT | {"step_rule": QuadraticModel(momentum=momentum)}
-    settings["damping"] = LevenbergMarquardtRule(LAMBDA, interval=1)
+    settings = EXACT | {"step_rule": QuadraticModel(momentum=momentum, bounded=False, memory=None)}
+    settings["damping"] = LevenbergMarquardtRule(LAMBDA, interval=1, reject=None)
     model = mlp([4, 5, 3], seed=3)
     optimizer = KFAC(model, LOSS, params=by_name(model, "lr", rates), weight_decay=0.1, **settings)
     L = filled(model, lambda name, _: rates[name])

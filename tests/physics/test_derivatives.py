@@ -117,7 +117,9 @@ def residual_closure(u: WithDerivatives, optimizer: kronfac.KFAC, x: Tensor, b: 
 def test_kfac_sees_every_weight_at_its_places():
     """A of the first layer by hand: means over x and, without a bias, the unit vectors; zeros nowhere."""
     u = WithDerivatives(perceptron(2, 4, 1))
-    optimizer = kronfac.KFAC(u, nn.MSELoss(), fisher="exact", statistics_fraction=1.0)
+    optimizer = kronfac.KFAC(
+        u, nn.MSELoss(), fisher="exact", intervals=kronfac.Intervals(statistics_fraction=1.0)
+    )
     x = normal(20, 2)
 
     def closure() -> Tensor:
@@ -140,7 +142,8 @@ def test_exact_products_are_those_of_the_residuals_jacobian():
     u, x, b = WithDerivatives(perceptron(2, 4, 1)), normal(20, 2), normal(6, 2, seed=4)
     optimizer = kronfac.KFAC(
         u, nn.MSELoss(), damping=kronfac.FixedDamping(1e-3), gamma=kronfac.FixedGamma(0.1),
-        step_rule=kronfac.QuadraticModel(momentum=False), fisher_fraction=1.0,
+        step_rule=kronfac.QuadraticModel(momentum=False, bounded=False, memory=None),
+        intervals=kronfac.Intervals(fisher_fraction=1.0),
     )  # fmt: skip
     before = [p.detach().clone() for p in u.parameters()]
     rows = []

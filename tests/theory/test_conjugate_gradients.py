@@ -120,7 +120,7 @@ def test_momentum_is_conjugate_gradients_on_a_quadratic(build, gamma, weight_dec
         fisher=ExactFisher(),
         damping=FixedDamping(0.0),
         gamma=FixedGamma(gamma),
-        step_rule=QuadraticModel(momentum=True),
+        step_rule=QuadraticModel(bounded=False, memory=None),
     )
     distances = []
     for iterate in expected[1:]:
@@ -149,7 +149,7 @@ def test_without_momentum_it_is_not_conjugate_gradients():
             fisher=ExactFisher(),
             damping=FixedDamping(0.0),
             gamma=FixedGamma(0.0),
-            step_rule=QuadraticModel(momentum=momentum),
+            step_rule=QuadraticModel(momentum=momentum, bounded=False, memory=None),
         )
         for _ in range(len(theta)):
             optimizer.step(optimizer.closure(x, y))
@@ -196,7 +196,7 @@ def test_rescaling_is_one_step_of_conjugate_gradients(inverse, lambda_, weight_d
         fisher=ExactFisher(),
         damping=FixedDamping(lambda_),
         gamma=FixedGamma(gamma),
-        step_rule=QuadraticModel(momentum=False),
+        step_rule=QuadraticModel(momentum=False, bounded=False, memory=None),
     )
     optimizer.step(optimizer.closure(x, y))
     delta = flatten(network.weights) - theta

@@ -5,7 +5,16 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from kronfac import KFAC, Bernoulli, FixedDamping, FixedGamma, Gaussian, QuadraticModel, RawStep
+from kronfac import (
+    KFAC,
+    Bernoulli,
+    FixedDamping,
+    FixedGamma,
+    Gaussian,
+    Intervals,
+    QuadraticModel,
+    RawStep,
+)
 from kronfac.control import StepRule
 from kronfac.curvature import ApproximateInverse
 from kronfac.extend import BlockDiagonalInverse, BlockTridiagonalInverse, ExactFisher
@@ -134,10 +143,10 @@ PATH_TOLERANCE = 1e-9
 STEPS = 6
 STEP_RULES = [
     pytest.param(RawStep(0.3), id="fixed-rate"),
-    pytest.param(QuadraticModel(momentum=False), id="rescaled"),
+    pytest.param(QuadraticModel(momentum=False, bounded=False, memory=None), id="rescaled"),
     # The corollary leaves momentum out. With λ + η = 0, M(αΔ + μδ₀) is a function of the changes of
     # the model's outputs alone, so that the rule of §7 is as good as the others.
-    pytest.param(QuadraticModel(momentum=True), id="momentum"),
+    pytest.param(QuadraticModel(bounded=False, memory=None), id="momentum"),
 ]
 
 
@@ -159,7 +168,7 @@ def path(
         damping=FixedDamping(0.0),
         gamma=FixedGamma(gamma),
         step_rule=step_rule,
-        inverse_interval=1,
+        intervals=Intervals(inverse_interval=1),
     )
     outputs = [model(x).detach()]
     for _ in range(STEPS):
@@ -236,7 +245,15 @@ def test_damping_bends_the_path():
     network, x, y = problem(8)
     dagger = network.transformed(*transformation(8))
     paths = [
-        path(net, Bernoulli(), x, y, BlockDiagonalInverse(), QuadraticModel(momentum=False), 0.1)
+        path(
+            net,
+            Bernoulli(),
+            x,
+            y,
+            BlockDiagonalInverse(),
+            QuadraticModel(momentum=False, bounded=False, memory=None),
+            0.1,
+        )
         for net in (network, dagger)
     ]
     assert float((paths[0] - paths[1]).abs().max()) > 1e-3

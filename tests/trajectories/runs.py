@@ -98,10 +98,8 @@ def rules(name: str, problem: Problem) -> dict[str, Any]:
         return {
             "damping": kronfac.FixedDamping(problem.lambda_),
             "gamma": kronfac.FixedGamma(),
-            "step_rule": kronfac.QuadraticModel(),
-            "statistics_fraction": 1.0,
-            "fisher_fraction": 1.0,
-            "inverse_interval": 5,
+            "step_rule": kronfac.QuadraticModel(bounded=False, memory=None),
+            "intervals": kronfac.Intervals(1.0, 1.0, inverse_interval=5),
         }
     return {}
 

@@ -32,6 +32,6 @@ def batch_mode(model: nn.Module, inverse: Any, lambda_: float, seed: int) -> Kfa
         fisher=kronfac.extend.SampledFisher(seed=seed),
         damping=kronfac.LevenbergMarquardtRule(lambda_=lambda_, interval=1, decay=0.8),
         gamma=kronfac.GammaSearch(interval=2, factor=0.7),
-        inverse_interval=1,
+        intervals=kronfac.Intervals(inverse_interval=1),
     )
     return KfacSteps(optimizer, CHUNK)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kronfac import presets
+from kronfac import Intervals, presets
 from kronfac.control import AdaptiveDamping, ConjugateGradients, LongMemory, Measurement
 from kronfac.curvature import SampledFisher
 from kronfac.errors import KronfacError
@@ -101,8 +101,11 @@ def _kfac(config: TrainConfig, model: nn.Module, loss: Likelihood) -> KFAC:
             memory=LongMemory() if options.preset == "default" else None,
             cg_steps=options.cg_steps,
         ),
-        "statistics_fraction": _fraction(options, options.statistics_fraction),
-        "fisher_fraction": _fraction(options, options.fisher_fraction),
+        "intervals": replace(
+            settings.get("intervals", Intervals()),
+            statistics_fraction=_fraction(options, options.statistics_fraction),
+            fisher_fraction=_fraction(options, options.fisher_fraction),
+        ),
     }
     return KFAC(
         model,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from kronfac.control.acceptance import Acceptance
 from kronfac.control.base import PACE, Measurement, Rule, require
 from kronfac.storage import Storable
 
@@ -84,6 +85,8 @@ class DampingRule(Rule[D]):
     """How the first step looks for a better λ; None leaves the first one as it is."""
     floored: bool = False
     """Whether λ₀ is raised to the floor that follows from the gradient, see `first_damping.py`."""
+    reject: Acceptance | None = Acceptance()
+    """When a step is validated out of turn and when it is rejected; None accepts every step."""
 
     def measures(self, iteration: int) -> Literal["own", "next"] | None:
         """Whether ρ is wanted at this iteration, which costs a forward pass.
@@ -99,9 +102,15 @@ AnyDampingRule = DampingRule[Any]
 
 @dataclass(frozen=True)
 class FixedDamping(DampingRule[DampingState]):
-    """λ stays as it is."""
+    """λ stays as it is.
+
+    Args:
+        lambda_: λ.
+        reject: when steps are rejected; None accepts every step.
+    """
 
     lambda_: float
+    reject: Acceptance | None = field(default_factory=Acceptance)
 
     def __post_init__(self) -> None:
         require("λ is finite and not negative", self.lambda_, 0 <= self.lambda_ < math.inf)
@@ -125,11 +134,13 @@ class LevenbergMarquardtRule(DampingRule[DampingState]):
         interval: T₁.
         decay: per iteration, so that λ falls at the same pace whatever the interval. The paper's is
             19/20.
+        reject: when steps are rejected; None accepts every step.
     """
 
     lambda_: float = 1.0
     interval: int = 5
     decay: float = PACE
+    reject: Acceptance | None = field(default_factory=Acceptance)
 
     def __post_init__(self) -> None:
         require("λ is finite and not negative", self.lambda_, 0 <= self.lambda_ < math.inf)
@@ -189,6 +200,7 @@ class AdaptiveDamping(DampingRule[DampingState]):
             along steep directions is soon regained, what is gained along flat ones stays.
         tolerated_exactly: the same if they don't, as with the whole data set in each; the paper's ¼.
         rate: exponent of the fast movements per unit of ρ.
+        reject: when a step is validated out of turn and when it is rejected; None accepts every step.
     """
 
     lambda_: float | None = None
@@ -199,6 +211,7 @@ class AdaptiveDamping(DampingRule[DampingState]):
     tolerated_exactly: float = POOR
     rate: float = 2.0
     search: LambdaSearch | None = field(default_factory=LambdaSearch)
+    reject: Acceptance | None = field(default_factory=Acceptance)
     floored = True
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from kronfac.control.base import (
     Rule,
     inner,
     model_change,
+    require,
 )
 from kronfac.control.long_memory import LongMemory, MemoryState
 from kronfac.linalg.vector import dot
@@ -59,6 +60,8 @@ class StepRule(Rule[StepState]):
     """Whether a step that promises more than the whole objective is cut, see `clip_to_objective`."""
     cg_steps: int = 1
     """Steps of conjugate gradients on M, this one included."""
+    radius: float | None = None
+    """Trust region: a longer step is shortened to δᵀFδ = radius². None for no bound."""
 
     @property
     def long_memory(self) -> LongMemory | None:
@@ -79,12 +82,25 @@ class RawStep(StepRule):
     """δ = αΔ with a fixed α: no re-scaling, no momentum, as methods before K-FAC did.
 
     M(δ) is computed all the same, for ρ and for the choice of γ.
+
+    Args:
+        alpha: the factor.
+        radius: trust region: a longer step is shortened to δᵀFδ = radius². None for no bound.
     """
 
     alpha: float = 1.0
+    radius: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_radius(self)
 
     def solve(self, Q: Matrix, r: Coefficients, state: StepState, m: Measurement) -> Step:
         return Step((self.alpha,), model_change(Q, r, (self.alpha,)))
+
+
+def _check_radius(rule: StepRule) -> None:
+    holds = rule.radius is None or 0 < rule.radius < math.inf
+    require(f"{type(rule).__name__}'s radius is positive and finite, or None", rule.radius, holds)
 
 
 DEPENDENT = 64
@@ -157,20 +173,27 @@ def clip_to_radius(step: Step, curvature: float, radius: float) -> tuple[Step, f
 
 @dataclass(frozen=True)
 class QuadraticModel(StepRule):
-    """(α, μ) = argmin M: δ = αΔ + μδ₀, or δ = αΔ with `momentum=False`.
-
-    With `bounded=True`, KFAC's own choice, a step along which M would become negative ends at M = 0.
-    With `memory`, KFAC's own choice too, the step is another while the next mini-batches confirm less than
-    half of what M predicts (`long_memory.py`).
+    """(α, μ) = argmin M: δ = αΔ + μδ₀, or δ = αΔ without momentum.
 
     Directions that are linearly dependent to rounding (δ₀ ≈ Δ, δ₀ = 0) make Q singular; its
     pseudo-inverse, taken after scaling every direction to unit curvature, then gives the smallest of
     the minimisers.
+
+    Args:
+        momentum: whether the last update δ₀ is one of the directions.
+        bounded: whether a step along which M would become negative ends at M = 0. The paper's does not.
+        memory: how the step differs while the next mini-batches confirm less than half of what M predicts
+            (`long_memory.py`); None for the paper's, the minimiser at all times.
+        radius: trust region: a longer step is shortened to δᵀFδ = radius². None for no bound.
     """
 
     momentum: bool = True
-    bounded: bool = False
-    memory: LongMemory | None = None
+    bounded: bool = True
+    memory: LongMemory | None = field(default_factory=LongMemory)
+    radius: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_radius(self)
 
     @property
     def long_memory(self) -> LongMemory | None:
@@ -194,12 +217,16 @@ class ConjugateGradients(QuadraticModel):
     approximate Fisher. Going on from there is Hessian-free optimisation [MG15 §6.4]: δ comes closer to the
     minimiser of M, for a product with the exact Fisher in every further step.
 
-    With `momentum=False` the result is the cg_steps-th iterate from δ = 0.
+    With `momentum=False` the result is the cg_steps-th iterate from δ = 0. By default the iterates are not
+    bounded, and there is no long memory.
     """
 
+    bounded: bool = False
+    memory: LongMemory | None = None
     cg_steps: int = 10
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.cg_steps < 1:
             raise ValueError(f"ConjugateGradients needs at least one step; got {self.cg_steps}.")
 

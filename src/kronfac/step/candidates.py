@@ -98,7 +98,7 @@ def _refresh(
     if under_way is not None and not drifted:
         return under_way, m
     last = 0 if current is None else current.iteration
-    if not (current is None or drifted or settings.refreshes(m.iteration, last)):
+    if not (current is None or drifted or settings.intervals.refreshes(m.iteration, last)):
         return None, m
     m = replace(
         m,
@@ -108,7 +108,7 @@ def _refresh(
     )
     candidates = settings.gamma.candidates(before.gamma, m)
     # γ has to follow at once if λ has moved far; and without an inverse there is no step.
-    lag = 0 if drifted or current is None else settings.lag(m.iteration)
+    lag = 0 if drifted or current is None else settings.intervals.lag(m.iteration)
     made = (settings.inverse, proposer.curvature, candidates)
     world = proposer.point.evaluation.world
     outcomes: Outcomes = Computed(*made) if world.size == 1 else ComputedByRanks(*made, world)

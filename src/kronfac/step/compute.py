@@ -65,7 +65,6 @@ def compute_step(
         step_state,
         m,
         watch,
-        settings.clip,
         some.around,
         some.fisher_total,
     )

@@ -47,16 +47,18 @@ def curvature_examples(
     """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8]."""
     batch, portion = evaluation.batch, evaluation.portion
     terms = batch.most_terms + portion.terms_elsewhere
-    fractions = settings.shares(m.examples, terms, convolutional=evaluation.network.convolutional)
+    fractions = settings.intervals.shares(
+        m.examples, terms, convolutional=evaluation.network.convolutional
+    )
     if batch.random and not batch.traced:
         # Statistics and J v have to see the same masks, which depend on the examples of a pass.
         fractions = fractions[1], fractions[1]
     explicit = portion.explicit and can_be_explicit(evaluation.network, batch)
-    if explicit and settings.statistics_fraction is None:
+    if explicit and settings.intervals.statistics_fraction is None:
         # J v is then a by-product of the statistics, if they are of the same examples.
         fractions = fractions[1], fractions[1]
     generator = None
-    if not settings.first_examples:
+    if not settings.intervals.first_examples:
         # A generator of its own, so that the targets' stream stays as it is; no state to be saved.
         generator = torch.Generator().manual_seed(SUBSET_SEEDS * settings.fisher.seed + m.iteration)
     counts = sizes(m.examples, *fractions)

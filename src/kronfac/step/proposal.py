@@ -74,8 +74,6 @@ class Proposer:
     measurement: Measurement
     """With λ, η and c."""
     watch: Stopwatch
-    clip: float | None = None
-    """The radius of a trust region in the Fisher norm."""
     around: Linearizer | None = None
     """What the statistics have kept of J, if they are of the same examples."""
     fisher_examples: int | None = None
@@ -124,11 +122,11 @@ class Proposer:
             slope *= cut
             # The momentum buffer too: once there is nothing to gain it is forgotten.
             _shorten(delta, momentum, cut)
-        if self.clip is not None:
+        if rule.radius is not None:
             fisher = quadratic_form(found.fisher, step.coefficients)
             if rule.cg_steps > 1:  # not along the two directions
                 fisher = float(self._fisher_gram([delta]))
-            step, cut = clip_to_radius(step, fisher, self.clip)
+            step, cut = clip_to_radius(step, fisher, rule.radius)
             slope *= cut
             _shorten(delta, momentum, cut)
         return Proposal(

@@ -311,7 +311,9 @@ def _continued(saved: SavedState, fresh: State, settings: Settings, weight_decay
         curvature=saved.curvature,
         current=saved.current,
         # Without a lag every refresh is made at once.
-        refresh=saved.refresh.restored() if saved.refresh and settings.inverse_lag else None,
+        refresh=saved.refresh.restored()
+        if saved.refresh and settings.intervals.inverse_lag
+        else None,
         gradients=saved.gradients,
     )
 

@@ -12,6 +12,7 @@ from kronfac import (
     KFAC,
     Bernoulli,
     FixedGamma,
+    Intervals,
     LevenbergMarquardtRule,
     QuadraticModel,
     RawStep,
@@ -35,8 +36,7 @@ def run(request):
         inverse="block_tridiagonal",
         weight_decay=DECAY,
         damping=LevenbergMarquardtRule(),
-        inverse_interval=5,
-        inverse_lag=request.param,
+        intervals=Intervals(inverse_interval=5, inverse_lag=request.param),
     )
     for _ in range(5):
         optimizer.step(optimizer.closure(x, y))
@@ -53,8 +53,8 @@ def objective(model, x, y):
 @pytest.mark.parametrize(
     ("rule", "step_rule"),
     [
-        ("re-scaling and momentum", QuadraticModel()),
-        ("re-scaling", QuadraticModel(momentum=False)),
+        ("re-scaling and momentum", QuadraticModel(bounded=False, memory=None)),
+        ("re-scaling", QuadraticModel(momentum=False, bounded=False, memory=None)),
         ("neither", RawStep()),
     ],
 )
@@ -71,7 +71,7 @@ def test_improvement_is_that_of_the_step_taken(run, rule, step_rule):
             damping=LevenbergMarquardtRule(),
             gamma=FixedGamma(),
             step_rule=step_rule,
-            inverse_interval=1,
+            intervals=Intervals(inverse_interval=1),
         )
         state = copy.deepcopy(optimizer.state_dict())
         state["kfac"]["gamma"] = {"class": "kronfac.GammaState", "gamma": gamma}

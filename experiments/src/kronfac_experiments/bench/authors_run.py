@@ -8,7 +8,7 @@ import csv
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -141,7 +141,10 @@ def _with_the_presets_targets(
 ) -> KfacStepper:
     """K-FAC whose sampled targets do not depend on the seed: seeds differ in start and mini-batches."""
     options = config.kfac
-    constants = presets.paper() | {"fisher_fraction": options.fisher_fraction}
+    constants = presets.paper()
+    constants["intervals"] = replace(
+        constants["intervals"], fisher_fraction=options.fisher_fraction
+    )
     decay = config.weight_decay or 0.0
     return KfacStepper(KFAC(model, loss, inverse=options.inverse, weight_decay=decay, **constants))
 

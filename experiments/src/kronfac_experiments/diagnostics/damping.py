@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kronfac import Intervals
 from kronfac.control import (
     FixedGamma,
     GammaState,
@@ -30,8 +31,8 @@ from kronfac.step.evaluation import Point, RefusedError
 from kronfac.step.state import State
 
 RULES: dict[str, StepRule] = {
-    "re-scaling and momentum": QuadraticModel(momentum=True),
-    "re-scaling": QuadraticModel(momentum=False),
+    "re-scaling and momentum": QuadraticModel(bounded=False, memory=None),
+    "re-scaling": QuadraticModel(momentum=False, bounded=False, memory=None),
     "neither": RawStep(),
 }
 """The three curves of the paper's figure 7: δ = αΔ + μδ₀, δ = αΔ and δ = Δ."""
@@ -93,8 +94,7 @@ def damping_sweep(
                 step_rule=rule,
                 # Measures ρ, and so h(θ + δ), in every step.
                 damping=LevenbergMarquardtRule(interval=1),
-                inverse_interval=1,
-                inverse_lag=0,
+                intervals=Intervals(inverse_interval=1, inverse_lag=0),
             )
             for gamma in gammas:
                 before = replace(
