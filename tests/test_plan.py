@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from statistics import median
 
 import pytest
@@ -151,15 +150,6 @@ def test_tokens_count_when_the_plan_draws_examples():
     made = plan(OwnLoss(), nn.CrossEntropyLoss(), {"input_ids": torch.randint(20, (64, 40))})
     # Without targets the loss takes outputs (64, 40, 20) for 20 terms of each example: 250 are 13 of these.
     assert (made.statistics_examples, made.fisher_examples) == (13, 16)
-
-
-def test_a_block_that_says_nothing_of_its_memory_is_measured():
-    @dataclass(frozen=True)
-    class Silent(kronfac.extend.DiagonalMoments):
-        inverse_cost = kronfac.extend.Moments.inverse_cost
-
-    moments = Silent(torch.ones(3, 4))
-    assert moments.inverse_cost(kronfac.extend.FactoredTikhonov()).numbers == 12
 
 
 # ----------------------------------------------------------------------------------- nothing is touched

@@ -481,7 +481,7 @@ def _count_unit(network: Network, number: int, taps: Taps, settings: Settings) -
         shown: Taps = SummedGradient(zeros)
     else:
         shown = taps or network.unused(number)
-    moments, made = _counted(lambda: unit.block.observe(shown, 1.0, 1.0))
+    moments, made = _counted(lambda: unit.block.observe(shown, 1.0))
     vectors = 0 if isinstance(shown, SummedGradient) else sum(map(_columns, shown))
     uses = float(unit.shape[0] * unit.shape[1] * vectors)
     return _Unit(moments, settings.inverse.cost(moments), uses, made)

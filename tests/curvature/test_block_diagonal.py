@@ -134,7 +134,7 @@ def test_dense_blocks_are_inverted_together():
         [Tap(normal(9, 1, columns, seed=i), normal(9, 1, rows, seed=i + 10))]
         for i, (rows, columns) in enumerate([(4, 2), (4, 2), (3, 2), (6, 2), (4, 2)])
     ]
-    blocks = [DenseBlock(limit=8).observe(uses, 1.0, 0.5) for uses in taps]
+    blocks = [DenseBlock(limit=8).observe(uses, 0.5) for uses in taps]
     assert [len(block.M) for block in blocks] == [1, 1, 1, 2, 1]
     bad = DenseMoments(torch.full_like(blocks[4].M, torch.nan), 4, 2)
     damped = BlockDiagonalInverse().prepare(Curvature((*blocks[:4], bad))).damped(0.3)

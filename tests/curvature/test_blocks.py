@@ -66,7 +66,7 @@ each_use = pytest.mark.parametrize("places", [(1,), (3,), (1, 1), (2, 4)], ids=s
 def estimate(block, *parts, old=None, decay=0.0, weight=0.7):
     average = block.average(old, decay)
     for uses in parts:
-        average.add(uses, True, 1 / len(parts), weight)
+        average.add(uses, 1.0, weight)
     return average.value()
 
 
@@ -76,13 +76,13 @@ def estimate(block, *parts, old=None, decay=0.0, weight=0.7):
 @each_use
 def test_a_dense_block_is_the_second_moment_of_the_gradients(places):
     uses = taps(*places)
-    assert_close(DenseBlock().observe(uses, 1.0, 0.7).dense(), 0.7 * second_moment(uses), **ALGEBRA)
+    assert_close(DenseBlock().observe(uses, 0.7).dense(), 0.7 * second_moment(uses), **ALGEBRA)
 
 
 @each_use
 def test_a_diagonal_block_is_its_diagonal(places):
     uses = taps(*places)
-    moments = DiagonalBlock().observe(uses, 1.0, 0.7)
+    moments = DiagonalBlock().observe(uses, 0.7)
     expected = 0.7 * second_moment(uses).diagonal()
     assert_close(dense.vec(moments.D), expected, **ALGEBRA)
     assert_close(moments.dense(), torch.diag(expected), **ALGEBRA)
@@ -94,7 +94,7 @@ def test_expand_takes_every_place_for_an_example(places):
     uses = taps(*places)
     a = [x for tap in uses for n in range(EXAMPLES) for x in tap.inputs[n]]
     g = [x for tap in uses for n in range(EXAMPLES) for x in tap.grads[n]]
-    moments = KroneckerBlock("expand").observe(uses, 1.0, 0.7)
+    moments = KroneckerBlock("expand").observe(uses, 0.7)
     assert len(a) == EXAMPLES * sum(places)
     assert_close(moments.A, sum(torch.outer(x, x) for x in a) / len(a), **ALGEBRA)
     assert_close(moments.G, 0.7 * sum(torch.outer(x, x) for x in g), **ALGEBRA)
@@ -106,14 +106,14 @@ def test_reduce_takes_the_places_of_an_example_together(places):
     uses = taps(*places)
     a = [torch.cat([tap.inputs[n] for tap in uses]).mean(dim=0) for n in range(EXAMPLES)]
     g = [torch.cat([tap.grads[n] for tap in uses]).sum(dim=0) for n in range(EXAMPLES)]
-    moments = KroneckerBlock("reduce").observe(uses, 1.0, 0.7)
+    moments = KroneckerBlock("reduce").observe(uses, 0.7)
     assert_close(moments.A, sum(torch.outer(x, x) for x in a) / EXAMPLES, **ALGEBRA)
     assert_close(moments.G, 0.7 * sum(torch.outer(x, x) for x in g), **ALGEBRA)
 
 
 def test_with_one_place_both_are_the_same():
     uses = taps(1)
-    expand, reduce = (KroneckerBlock(s).observe(uses, 1.0, 0.7) for s in ("expand", "reduce"))
+    expand, reduce = (KroneckerBlock(s).observe(uses, 0.7) for s in ("expand", "reduce"))
     assert_close(expand.dense(), reduce.dense(), **ALGEBRA)
 
 
@@ -123,7 +123,7 @@ def test_factors_are_exact_where_inputs_and_gradients_do_not_vary(places, sharin
     """With the same ā and g at all places, reduce is exact; expand too, but for places that add up."""
     a, g = normal(COLUMNS), normal(ROWS, seed=1)
     uses = [Tap(a.expand(EXAMPLES, n, -1), g.expand(EXAMPLES, n, -1)) for n in places]
-    found = KroneckerBlock(sharing).observe(uses, 1.0, 1.0).dense()
+    found = KroneckerBlock(sharing).observe(uses, 1.0).dense()
     count = sum(places)
     together = second_moment(uses)  # (count g āᵀ)² of every example
     assert_close(found, together if sharing == "reduce" else together / count, **ALGEBRA)
@@ -132,10 +132,10 @@ def test_factors_are_exact_where_inputs_and_gradients_do_not_vary(places, sharin
 @pytest.mark.parametrize("side", ["diagonal_inputs", "diagonal_grads"])
 def test_a_side_may_be_kept_as_its_diagonal(side):
     uses = taps(2, 1)
-    whole = KroneckerBlock().observe(uses, 1.0, 0.7)
-    old = KroneckerBlock(**{side: True}).observe(taps(2, 1, seed=50), 1.0, 0.7)
+    whole = KroneckerBlock().observe(uses, 0.7)
+    old = KroneckerBlock(**{side: True}).observe(taps(2, 1, seed=50), 0.7)
     block = KroneckerBlock(**{side: True})
-    moments = block.observe(uses, 1.0, 0.7)
+    moments = block.observe(uses, 0.7)
     diagonal, full = ("A", "G") if side == "diagonal_inputs" else ("G", "A")
     assert_close(getattr(moments, diagonal), getattr(whole, diagonal).diagonal(), **ALGEBRA)
     assert torch.equal(getattr(moments, full), getattr(whole, full))
@@ -149,8 +149,8 @@ def test_a_side_may_be_kept_as_its_diagonal(side):
 
 def test_a_gradient_whose_uses_are_not_seen_is_squared():
     V = normal(ROWS, COLUMNS)
-    assert_close(DiagonalBlock().observe(SummedGradient(V), 1.0, 0.7).D, 0.7 * V**2, **ALGEBRA)
-    M = DenseBlock().observe(SummedGradient(V), 1.0, 0.7).dense()
+    assert_close(DiagonalBlock().observe(SummedGradient(V), 0.7).D, 0.7 * V**2, **ALGEBRA)
+    M = DenseBlock().observe(SummedGradient(V), 0.7).dense()
     assert_close(M, 0.7 * torch.outer(dense.vec(V), dense.vec(V)), **ALGEBRA)
 
 
@@ -159,7 +159,7 @@ def test_the_square_of_the_summed_gradient_is_unbiased():
     scales = normal(EXAMPLES, ROWS, COLUMNS).abs()
     signs = torch.randint(2, (4000, EXAMPLES, 1, 1), generator=torch.Generator().manual_seed(2))
     summed = ((2 * signs - 1) * scales).sum(dim=1)
-    found = torch.stack([DiagonalBlock().observe(SummedGradient(V), 1.0, 1.0).D for V in summed])
+    found = torch.stack([DiagonalBlock().observe(SummedGradient(V), 1.0).D for V in summed])
     error = found.std(dim=0) / 4000**0.5
     assert ((found.mean(dim=0) - scales.square().sum(dim=0)).abs() < 5 * error).all()
 
@@ -196,9 +196,9 @@ def test_several_backward_passes_share_one_forward_pass(block):
     """Inputs count once, gradients each time."""
     uses = taps(2)
     once, twice = block.average(None, 0.0), block.average(None, 0.0)
-    once.add(uses, True, 1.0, 0.7)
-    twice.add(uses, True, 1.0, 0.35)
-    twice.add(uses, False, 1.0, 0.35)
+    once.add(uses, 1.0, 0.7)
+    twice.add(uses, 1.0, 0.35)
+    twice.add(uses, 0.0, 0.35)
     for a, b in zip(values(once.value()), values(twice.value()), strict=True):
         assert_close(a, b, **ALGEBRA)
 

@@ -23,7 +23,8 @@ from kronfac.curvature import (
     Tap,
     taps,
 )
-from kronfac.curvature.ekfac import EigenvalueCorrected, _Average
+from kronfac.curvature.ekfac import _Average
+from kronfac.linalg import InverseInEigenbasis
 from kronfac.storage import pack, unpack
 from tests.conformance import CHECKS, Case, assert_relative
 from tests.conftest import ALGEBRA, AUTODIFF, batch, mlp, network_of, normal, seeded, spd
@@ -140,7 +141,7 @@ def test_places_and_uses_of_an_example_add_up_before_they_are_squared(
     fisher = blocks_of(dense_fisher(network, rows.passes[0]), network)
     seen = 0
     for operator, F in zip(inverse.pieces, fisher, strict=True):
-        if isinstance(operator, EigenvalueCorrected):
+        if isinstance(operator, InverseInEigenbasis):
             E = basis(operator)
             assert_close(dense.vec(operator.S), (E.mT @ F @ E).diagonal(), **AUTODIFF)
             seen += 1
@@ -151,7 +152,7 @@ def test_places_and_uses_of_an_example_add_up_before_they_are_squared(
 def test_many_places_are_added_up_before_they_are_rotated(places):
     """Both orders of the products, beside the definition example by example."""
     a, g = normal(5, places, 4, seed=1), normal(5, places, 3, seed=2)
-    operator = EigenvalueCorrected(
+    operator = InverseInEigenbasis(
         torch.linalg.qr(normal(4, 4))[0],
         torch.linalg.qr(normal(3, 3))[0],
         torch.ones(3, 4).double(),

@@ -68,7 +68,7 @@ def test_it_conforms():
 
 def test_moments_are_a_product_per_group():
     uses = [tap(), tap(seed=7, places=1)]
-    moments = GroupedKroneckerBlock().observe(uses, 1.0, 0.7)
+    moments = GroupedKroneckerBlock().observe(uses, 0.7)
     expected = on_the_diagonal(factors(uses, 0.7))
     assert_close(moments.dense(), expected, **ALGEBRA)
     assert_close(moments.trace(), expected.trace(), **ALGEBRA)
@@ -78,7 +78,7 @@ def test_moments_are_a_product_per_group():
 @pytest.mark.parametrize("norm", ["trace", "frobenius", "spectral", "one"])
 def test_the_operator_is_the_inverse_of_the_damped_products(norm):
     uses = [tap()]
-    moments = GroupedKroneckerBlock().observe(uses, 1.0, 0.7)
+    moments = GroupedKroneckerBlock().observe(uses, 0.7)
     damped = []
     for A, G in factors(uses, 0.7):
         damped_A, damped_G = dense.factored_tikhonov([[A]], [[G]], GAMMA, norm)
@@ -94,32 +94,32 @@ def test_the_operator_is_the_inverse_of_the_damped_products(norm):
 
 
 def test_the_exact_form_is_replaced_by_the_factored_one():
-    moments = GroupedKroneckerBlock().observe([tap()], 1.0, 0.7)
+    moments = GroupedKroneckerBlock().observe([tap()], 0.7)
     found = moments.damped(GAMMA, ExactTikhonov()).to_dense()
     assert torch.equal(found, moments.damped(GAMMA, FactoredTikhonov()).to_dense())
 
 
 def test_several_backward_passes_share_one_forward_pass():
     once, twice = (GroupedKroneckerBlock().average(None, 0.0) for _ in range(2))
-    once.add([tap()], True, 1.0, 0.7)
-    twice.add([tap()], True, 1.0, 0.35)
-    twice.add([tap()], False, 1.0, 0.35)
+    once.add([tap()], 1.0, 0.7)
+    twice.add([tap()], 1.0, 0.35)
+    twice.add([tap()], 0.0, 0.35)
     assert_close(once.value().dense(), twice.value().dense(), **ALGEBRA)
 
 
 def test_the_mean_over_the_inputs_is_one_over_all_passes():
     """However many places their examples have."""
     average = GroupedKroneckerBlock().average(None, 0.0)
-    average.add([tap()], True, 0.5, 0.7)
-    average.add([tap(seed=7, places=1)], True, 0.5, 0.7)
-    expected = GroupedKroneckerBlock().observe([tap(), tap(seed=7, places=1)], 1.0, 0.7)
+    average.add([tap()], 1.0, 0.7)
+    average.add([tap(seed=7, places=1)], 1.0, 0.7)
+    expected = GroupedKroneckerBlock().observe([tap(), tap(seed=7, places=1)], 0.7)
     assert_close(average.value().dense(), expected.dense(), **ALGEBRA)
 
 
 def test_one_group_without_an_inverse_is_named():
     use = tap()
     use.inputs[1], use.grads[1] = 0, 0
-    moments = GroupedKroneckerBlock().observe([use], 1.0, 0.7)
+    moments = GroupedKroneckerBlock().observe([use], 0.7)
     with pytest.raises(NotPositiveDefiniteError, match=r"A\[1\]"):
         moments.damped(0.0, FactoredTikhonov("one"))
     assert bool(
@@ -131,7 +131,7 @@ def test_one_group_without_an_inverse_is_named():
 def test_a_probe_finds_what_is_not_finite(bad):
     use = tap()
     use.grads[2, 1, 0, 1] = bad
-    moments = GroupedKroneckerBlock().observe([use], 1.0, 0.7)
+    moments = GroupedKroneckerBlock().observe([use], 0.7)
     assert not all(bool(number.isfinite()) for number in moments.probe())
     with pytest.raises((NonFiniteError, NotPositiveDefiniteError)):
         moments.damped(GAMMA, FactoredTikhonov())
@@ -140,19 +140,19 @@ def test_a_probe_finds_what_is_not_finite(bad):
 def test_a_unit_that_is_never_used_is_told_of():
     with pytest.raises(UnsupportedModelError, match="not used by any"):
         GroupedKroneckerBlock().average(None, 0.0).value()
-    old = GroupedKroneckerBlock().observe([tap()], 1.0, 0.7)
-    assert GroupedKroneckerBlock().average(old, 0.9).value() is old
+    old = GroupedKroneckerBlock().observe([tap()], 0.7)
+    assert GroupedKroneckerBlock().average(old, 0.9).value() == old
 
 
 def test_the_sampling_error_is_the_mean_of_the_groups():
-    moments = GroupedKroneckerBlock().observe([tap()], 1.0, 0.7)
+    moments = GroupedKroneckerBlock().observe([tap()], 0.7)
     groups = [KroneckerMoments(*pair) for pair in zip(moments.A, moments.G, strict=True)]
     found = Curvature((moments,), examples=7.0).sampling_error()
     assert found == pytest.approx(Curvature(tuple(groups), examples=7.0).sampling_error())
 
 
 def test_a_state_of_another_shape_is_refused():
-    moments = GroupedKroneckerBlock().observe([tap()], 1.0, 0.7)
+    moments = GroupedKroneckerBlock().observe([tap()], 0.7)
     moments.check(Layout("unit", ROWS, COLUMNS, torch.float64))
     with pytest.raises(StateError, match="unit"):
         moments.check(Layout("unit", ROWS, COLUMNS + 1, torch.float64))

@@ -113,7 +113,7 @@ def test_it_conforms_in_both_settings(sharing):
 @each_side
 def test_moments_are_the_sum_of_both_products(sides):
     uses = [direct(), transposed(), direct(seed=7, places=1)]
-    moments = block_of(sides).observe(uses, 1.0, 0.7)
+    moments = block_of(sides).observe(uses, 0.7)
     pairs = factors(uses, sides, 0.7)
     expected = sum(dense.kron(A, G) for A, G in pairs)
     assert_close(moments.dense(), expected, **ALGEBRA)
@@ -125,7 +125,7 @@ def test_moments_are_the_sum_of_both_products(sides):
 @pytest.mark.parametrize("norm", ["trace", "frobenius", "spectral", "one"])
 def test_the_operator_is_the_inverse_of_the_damped_sum(sides, norm):
     uses = [direct(), transposed()]
-    moments = block_of(sides).observe(uses, 1.0, 0.7)
+    moments = block_of(sides).observe(uses, 0.7)
     expected = torch.linalg.inv(damped_truth(factors(uses, sides, 0.7), GAMMA, norm))
     operator = moments.damped(GAMMA, FactoredTikhonov(norm))
     assert_relative(operator.to_dense(), expected)
@@ -140,7 +140,7 @@ def test_the_larger_product_may_be_either():
     """Which of the two is decomposed first does not change the matrix."""
     uses = [direct(), transposed()]
     for weight in (1e-6, 1e6):
-        moments = KroneckerSumBlock().observe(uses, 1.0, weight)
+        moments = KroneckerSumBlock().observe(uses, weight)
         scaled = KroneckerSumMoments(
             moments.direct, KroneckerMoments(moments.transposed.A / weight**2, moments.transposed.G)
         )
@@ -150,7 +150,7 @@ def test_the_larger_product_may_be_either():
 
 
 def test_the_exact_form_is_replaced_by_the_factored_one():
-    moments = KroneckerSumBlock().observe([direct(), transposed()], 1.0, 0.7)
+    moments = KroneckerSumBlock().observe([direct(), transposed()], 0.7)
     found = moments.damped(GAMMA, ExactTikhonov()).to_dense()
     assert torch.equal(found, moments.damped(GAMMA, FactoredTikhonov()).to_dense())
 
@@ -159,8 +159,8 @@ def test_the_exact_form_is_replaced_by_the_factored_one():
 def test_with_one_product_it_is_a_kronecker_block(way):
     uses = [direct() if way == "direct" else transposed()]
     V = normal(ROWS, COLUMNS, seed=9)
-    both = KroneckerSumBlock().observe(uses, 1.0, 0.7)
-    alone = KroneckerBlock().observe(uses, 1.0, 0.7)
+    both = KroneckerSumBlock().observe(uses, 0.7)
+    alone = KroneckerBlock().observe(uses, 0.7)
     assert_close(both.dense(), alone.dense(), **ALGEBRA)
     found, expected = (m.damped(GAMMA, FactoredTikhonov()).mv(V) for m in (both, alone))
     assert_close(found, expected, **ALGEBRA)
@@ -193,7 +193,7 @@ def test_lookups_are_counted_and_never_vocabulary_squared():
         Tap(normal(EXAMPLES, PLACES, width), normal(EXAMPLES, PLACES, vocabulary, seed=1)),
     ]
     block = block_of((False, True, False, True))
-    moments = block.observe(uses, 1.0, 0.7)
+    moments = block.observe(uses, 0.7)
     counts = torch.bincount(index.flatten(), minlength=vocabulary).double() / index.numel()
     assert_close(moments.transposed.G, counts, **ALGEBRA)
     assert moments.direct.G.shape == (vocabulary,)
@@ -215,14 +215,14 @@ def test_lookups_are_counted_and_never_vocabulary_squared():
 def test_several_backward_passes_share_one_forward_pass():
     uses = [direct(), transposed()]
     once, twice = (KroneckerSumBlock().average(None, 0.0) for _ in range(2))
-    once.add(uses, True, 1.0, 0.7)
-    twice.add(uses, True, 1.0, 0.35)
-    twice.add(uses, False, 1.0, 0.35)
+    once.add(uses, 1.0, 0.7)
+    twice.add(uses, 1.0, 0.35)
+    twice.add(uses, 0.0, 0.35)
     assert_close(once.value().dense(), twice.value().dense(), **ALGEBRA)
 
 
 def test_the_sampling_error_is_that_of_both_products():
-    moments = KroneckerSumBlock().observe([direct(), transposed()], 1.0, 0.7)
+    moments = KroneckerSumBlock().observe([direct(), transposed()], 0.7)
     alone = [Curvature((m,), examples=7.0) for m in (moments.direct, moments.transposed)]
     found = Curvature((moments,), examples=7.0).sampling_error()
     assert found == pytest.approx(sum(curvature.sampling_error() for curvature in alone))
@@ -241,7 +241,7 @@ def test_without_curvature_and_damping_there_is_no_inverse():
         Tap(torch.zeros(2, 1, COLUMNS).double(), torch.zeros(2, 1, ROWS).double()),
         Tap(torch.zeros(2, 1, ROWS).double(), torch.zeros(2, 1, COLUMNS).double(), transposed=True),
     ]
-    moments = KroneckerSumBlock().observe(zeros, 1.0, 1.0)
+    moments = KroneckerSumBlock().observe(zeros, 1.0)
     with pytest.raises((NonFiniteError, NotPositiveDefiniteError)):
         moments.damped(0.0, FactoredTikhonov("one"))
     assert bool(moments.damped(0.5, FactoredTikhonov()).mv(normal(ROWS, COLUMNS)).isfinite().all())
@@ -252,14 +252,14 @@ def test_without_curvature_and_damping_there_is_no_inverse():
 def test_a_probe_finds_what_is_not_finite(bad, tap):
     uses = [direct(), transposed()]
     uses[tap].grads[1, 0, 1] = bad
-    moments = KroneckerSumBlock().observe(uses, 1.0, 0.7)
+    moments = KroneckerSumBlock().observe(uses, 0.7)
     assert not all(bool(number.isfinite()) for number in moments.probe())
     with pytest.raises((NonFiniteError, NotPositiveDefiniteError)):
         moments.damped(GAMMA, FactoredTikhonov())
 
 
 def test_a_state_of_another_shape_is_refused():
-    moments = KroneckerSumBlock().observe([direct(), transposed()], 1.0, 0.7)
+    moments = KroneckerSumBlock().observe([direct(), transposed()], 0.7)
     moments.check(Layout("unit", ROWS, COLUMNS, torch.float64))
     with pytest.raises(StateError, match="unit"):
         moments.check(Layout("unit", COLUMNS, ROWS, torch.float64))

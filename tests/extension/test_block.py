@@ -26,8 +26,8 @@ class MeanMoments(kronfac.extend.DiagonalMoments):
 class MeanBlock(kronfac.extend.DiagonalBlock):
     moments = MeanMoments
 
-    def observe(self, taps, share: float, weight: float) -> MeanMoments:
-        return MeanMoments(super().observe(taps, share, weight).D)
+    def observe(self, taps, weight: float) -> MeanMoments:
+        return MeanMoments(super().observe(taps, weight).D)
 
 
 class Plain(nn.Linear):

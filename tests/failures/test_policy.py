@@ -16,7 +16,6 @@ from kronfac.curvature import DampedInverse
 from kronfac.curvature.block_diagonal import PreparedBlocks
 from kronfac.curvature.block_tridiagonal import _Prepared as PreparedChains
 from kronfac.curvature.diagonal import DiagonalOperator
-from kronfac.curvature.ekfac import PreparedBases
 from kronfac.linalg import spd
 from kronfac.storage import tensors_in
 from tests.conftest import mlp, normal
@@ -146,7 +145,7 @@ def test_an_inverse_that_is_garbage_without_an_error(inverse, monkeypatch):
     """LAPACK says that all is well, and the result is not finite."""
     for garbage in (math.inf, math.nan):
         with monkeypatch.context() as patched:
-            for kind in (PreparedBlocks, PreparedChains, PreparedBases):
+            for kind in (PreparedBlocks, PreparedChains):
 
                 def damped(self: Any, gamma: float, original: Any = kind.damped) -> DampedInverse:
                     made = original(self, gamma)

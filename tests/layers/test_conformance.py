@@ -228,7 +228,7 @@ def test_few_patches_are_all_taken():
         z = module(normal(4, 2, 8, 8))
     (tap,) = seen.uses.taps(0, [torch.zeros_like(z)])
     assert_close(tap.input_rows(), tap.dense_inputs().flatten(0, 1), rtol=0, atol=0)
-    moments = KroneckerBlock().observe([tap], 1.0, 1.0)
+    moments = KroneckerBlock().observe([tap], 1.0)
     unfolded = functional.unfold(normal(4, 2, 8, 8), 3).mT.reshape(-1, 18)
     homogeneous = torch.cat([unfolded, torch.ones(len(unfolded), 1, dtype=torch.float64)], dim=1)
     assert_close(moments.A, homogeneous.mT @ homogeneous / len(homogeneous), **ALGEBRA)

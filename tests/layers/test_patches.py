@@ -80,8 +80,8 @@ def test_a_from_all_places(name):
     assert_close(tap.input_rows(), expected.flatten(0, 1), rtol=0, atol=0)
     flat = expected.flatten(0, 1)
     A = flat.mT @ flat / len(flat)
-    assert_close(KroneckerBlock().observe([tap], 1.0, 1.0).A, A, **ALGEBRA)
-    diagonal = KroneckerBlock(diagonal_inputs=True).observe([tap], 1.0, 1.0).A
+    assert_close(KroneckerBlock().observe([tap], 1.0).A, A, **ALGEBRA)
+    diagonal = KroneckerBlock(diagonal_inputs=True).observe([tap], 1.0).A
     assert_close(diagonal, A.diagonal(), **ALGEBRA)
 
 
@@ -98,7 +98,7 @@ def test_a_from_some_places(name, monkeypatch):
     expected = torch.cat([every[n, list(own)] for n, own in enumerate(some)])
     assert_close(tap.input_rows(), expected, rtol=0, atol=0)
     A = expected.mT @ expected / len(expected)
-    assert_close(KroneckerBlock().observe([tap], 1.0, 1.0).A, A, **ALGEBRA)
+    assert_close(KroneckerBlock().observe([tap], 1.0).A, A, **ALGEBRA)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -112,7 +112,7 @@ def test_a_from_places_that_count(name):
     expected = every[counts]
     assert_close(counted.input_rows(), expected, rtol=0, atol=0)
     A = expected.mT @ expected / len(expected)
-    assert_close(KroneckerBlock().observe([counted], 1.0, 1.0).A, A, **ALGEBRA)
+    assert_close(KroneckerBlock().observe([counted], 1.0).A, A, **ALGEBRA)
 
 
 @pytest.mark.parametrize("name", SPREAD)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from kronfac.linalg import EigenKroneckerSum, KroneckerProduct, OuterProduct, eigh, low_rank_pays
+from kronfac.linalg import InverseInEigenbasis, KroneckerProduct, OuterProduct, eigh, low_rank_pays
 from tests.conformance import CHECKS, as_matrix, assert_relative, single
 from tests.conftest import ALGEBRA, normal, psd, spd
 from tests.reference import dense
@@ -12,7 +12,8 @@ IN, OUT = 5, 3
 
 def eigen_sum(C, D, xi):
     (s_C, E_C), (s_D, E_D) = eigh(C), eigh(D)
-    return EigenKroneckerSum(E_C, s_C, E_D, s_D, xi)
+    damping = torch.full_like(s_C, xi), torch.zeros_like(s_D)
+    return InverseInEigenbasis(E_C, E_D, torch.outer(s_D, s_C), *damping)
 
 
 def eigen_sum_case(rank_C, rank_D):

@@ -308,7 +308,7 @@ class ScalarAverage:
     def __init__(self, old: ScalarMoments | None, decay: float) -> None:
         self.old, self.decay, self.sum, self.count = old, 0.0 if old is None else decay, 0.0, 0
 
-    def add(self, taps: Any, first: bool, share: float, weight: float) -> None:
+    def add(self, taps: Any, each: float, weight: float) -> None:
         total = sum(tap.gradients() for tap in taps)
         self.count = total[0].numel()
         self.sum = self.sum + total.square().sum() * weight / self.count
@@ -322,9 +322,9 @@ class ScalarAverage:
 class ScalarBlock(kronfac.extend.Block):
     moments: ClassVar[type[kronfac.extend.Moments]] = ScalarMoments
 
-    def observe(self, taps: Any, share: float, weight: float) -> ScalarMoments:
+    def observe(self, taps: Any, weight: float) -> ScalarMoments:
         average = ScalarAverage(None, 0.0)
-        average.add(taps, True, share, weight)
+        average.add(taps, 1.0, weight)
         return average.value()
 
     def average(self, old: Any, decay: float) -> ScalarAverage:

@@ -175,7 +175,7 @@ def test_a_state_with_another_shape_is_refused(field):
     saved = optimizer.state_dict()
     piece = saved["kfac"]["current"]["inverse"]["pieces"][1]
     piece[field] = piece[field][:-1]
-    with pytest.raises(StateError, match=f"EigenvalueCorrected.{field}"):
+    with pytest.raises(StateError, match=f"InverseInEigenbasis.{field}"):
         new().load_state_dict(saved)
 
 

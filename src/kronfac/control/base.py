@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kronfac.linalg.vector import Matrices
+from kronfac.linalg import Matrices
 
 ParameterVector = Matrices
 """A vector in parameter space: one matrix for each unit. Rules scale, add and keep them."""

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from kronfac.control.base import PACE, TRUST, Measurement, Rule, require
 from kronfac.control.damping import LARGEST_FACTOR
-from kronfac.curvature.moments import CEILING
+from kronfac.curvature.estimate import CEILING
 from kronfac.storage import Storable
 
 

@@ -25,7 +25,7 @@ from kronfac.control.base import (
     require,
 )
 from kronfac.control.long_memory import LongMemory, MemoryState
-from kronfac.linalg.vector import dot
+from kronfac.linalg import dot
 from kronfac.storage import Storable
 
 

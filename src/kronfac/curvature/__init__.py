@@ -6,12 +6,12 @@ from kronfac.curvature.block_tridiagonal import BlockTridiagonalInverse
 from kronfac.curvature.dense import DenseBlock, DenseMoments
 from kronfac.curvature.diagonal import DiagonalBlock, DiagonalMoments
 from kronfac.curvature.ekfac import EigenvalueCorrectedInverse
+from kronfac.curvature.estimate import ema_decay
 from kronfac.curvature.fisher import EmpiricalFisher, ExactFisher, Fisher, SampledFisher
 from kronfac.curvature.grouped import GroupedKroneckerBlock, GroupedKroneckerMoments
 from kronfac.curvature.input_side import InputBlock, NoTargets
-from kronfac.curvature.inverse import ApproximateInverse, DampedInverse
+from kronfac.curvature.inverse import ApproximateInverse, Curvature, DampedInverse, Link
 from kronfac.curvature.kronecker import KroneckerBlock, KroneckerMoments
-from kronfac.curvature.moments import Curvature, Link, ema_decay
 from kronfac.curvature.taps import (
     AnyTap,
     ElementwiseTap,

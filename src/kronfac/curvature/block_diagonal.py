@@ -6,21 +6,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kronfac.curvature.block import Moments
+from kronfac.curvature.block import InverseCost, Moments, eigh_cost
 from kronfac.curvature.dense import DenseMoments, DenseOperator
-from kronfac.curvature.inverse import ApproximateInverse, DampedInverse, Piece, failed
-from kronfac.curvature.kronecker import KroneckerMoments
-from kronfac.curvature.moments import Curvature
+from kronfac.curvature.inverse import ApproximateInverse, Curvature, DampedInverse, Failed, Piece
+from kronfac.curvature.kronecker import Eigen, Eigenbasis, KroneckerMoments, eigen
 from kronfac.curvature.tikhonov import ExactTikhonov, FactoredTikhonov, Tikhonov
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
-from kronfac.linalg import (
-    EigenKroneckerSum,
-    KroneckerProduct,
-    each,
-    eigh,
-    low_rank_pays,
-    shifted_inverses,
-)
+from kronfac.linalg import Failure, KroneckerProduct, each, low_rank_pays, shifted_inverses
 
 
 @dataclass(frozen=True)
@@ -55,94 +47,108 @@ class BlockDiagonalInverse(ApproximateInverse):
             return False
         return any(low_rank_pays(shape, 2 * examples) for shape in shapes)
 
+    def cost(self, moments: Moments) -> InverseCost:
+        exact = isinstance(self.tikhonov, ExactTikhonov)
+        return cost_in_eigenbasis(moments) if exact else moments.inverse_cost()
+
     def prepare(self, curvature: Curvature) -> "PreparedBlocks":
-        return PreparedBlocks(curvature.blocks, self.tikhonov)
+        exact = isinstance(self.tikhonov, ExactTikhonov)
+        return PreparedBlocks(curvature.blocks, self.tikhonov, in_eigenbases=exact)
+
+
+def cost_in_eigenbasis(moments: Moments) -> InverseCost:
+    """The cost of an inverse in the eigenbasis of A ⊗ G; of another block, that of its own inverse."""
+    if not isinstance(moments, KroneckerMoments):
+        return moments.inverse_cost()
+    sides = [len(M) for M in (moments.A, moments.G)]
+    full = [len(M) for M in (moments.A, moments.G) if M.dim() == 2]
+    return InverseCost(
+        sum(n * n for n in full) + moments.size + sum(sides),
+        sum(map(eigh_cost, full)),
+        moments.size * (2 * sum(full) + 1),
+    )
 
 
 class PreparedBlocks:
-    """Blocks that are inverted one by one."""
+    """Blocks that are inverted one by one; Kronecker-factored ones on demand in their eigenbases."""
 
-    def __init__(self, blocks: Sequence[Moments], tikhonov: Tikhonov) -> None:
-        self._blocks = blocks
-        self._tikhonov = tikhonov
-        self._eigen: dict[int, tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]] = {}
-        if isinstance(tikhonov, ExactTikhonov):
-            self._decompose()
+    def __init__(
+        self, blocks: Sequence[Moments], tikhonov: Tikhonov, in_eigenbases: bool = False
+    ) -> None:
+        self._blocks, self._tikhonov = blocks, tikhonov
+        self._bases: dict[int, Eigenbasis | Failure] = {}
+        if in_eigenbases:
+            factored = {i: b for i, b in enumerate(blocks) if isinstance(b, KroneckerMoments)}
+            sides = [M for b in factored.values() for M in (b.A, b.G)]
+            found = iter(
+                each(_try_eigen, sides, [f"{side}[{i}]" for i in factored for side in "AG"])
+            )
+            self._bases = {i: _basis(next(found), next(found)) for i in factored}
 
     def damped(self, gamma: float) -> DampedInverse:
-        """All blocks, or in the place of one that has no inverse why it has none."""
-        pieces: dict[int, Piece] = {}
-        factored = [i for i, b in enumerate(self._blocks) if isinstance(b, KroneckerMoments)]
-        if isinstance(self._tikhonov, FactoredTikhonov):
-            pieces |= zip(factored, self._factored(factored, gamma), strict=True)
-        for i, ((s_A, E_A), (s_G, E_G)) in self._eigen.items():
-            pieces[i] = EigenKroneckerSum(E_A, s_A, E_G, s_G, gamma**2)
-        pieces |= self._dense(gamma)
-        for i, block in enumerate(self._blocks):
-            if i not in pieces:
-                pieces[i] = self._one(block, gamma)
-        return DampedInverse(tuple(pieces[i] for i in range(len(self._blocks))))
-
-    def _factored(self, indices: Sequence[int], gamma: float) -> list[Piece]:
-        """Kronecker blocks, all their factors at once: in parallel, equal shapes in one call."""
-        assert isinstance(self._tikhonov, FactoredTikhonov)
-        pairs = [(b.A, b.G) for b in self._blocks if isinstance(b, KroneckerMoments)]
-        shifts = [self._tikhonov.shifts(A, G, gamma) for A, G in pairs]
-        matrices = [*(A for A, _ in pairs), *(G for _, G in pairs)]
-        names = [f"{side}[{i}]" for side in "AG" for i in indices]
-        inverted = shifted_inverses(
-            matrices, [*(a for a, _ in shifts), *(g for _, g in shifts)], names
-        )
-        pieces: list[Piece] = []
-        for A, G in zip(inverted[: len(pairs)], inverted[len(pairs) :], strict=True):
-            if isinstance(A, Tensor) and isinstance(G, Tensor):
-                pieces.append(KroneckerProduct(A, G))
-            else:
-                pieces.append(failed(A if isinstance(A, Exception) else G))  # type: ignore[arg-type]
-        return pieces
-
-    def _dense(self, gamma: float) -> dict[int, Piece]:
-        """Dense blocks by number, all at once as well: networks have dozens of normalisation layers."""
-        # One that only extends DenseMoments may invert in its own way.
-        dense = {i: b for i, b in enumerate(self._blocks) if type(b) is DenseMoments}
-        matrices = [M for b in dense.values() for M in b.M]
-        shifts = [M.new_tensor(gamma**2) for M in matrices]
-        names = [f"M[{i}]" for i, b in dense.items() for _ in b.M]
-        inverted = iter(shifted_inverses(matrices, shifts, names))
-        pieces: dict[int, Piece] = {}
-        for i, block in dense.items():
-            parts = [next(inverted) for _ in block.M]
-            good = [part for part in parts if isinstance(part, Tensor)]
-            bad = [part for part in parts if not isinstance(part, Tensor)]
-            pieces[i] = (
-                failed(bad[0])
-                if bad
-                else DenseOperator(torch.stack(good), block.rows, block.columns)
+        """All blocks; in place of one that has no inverse, the reason."""
+        together = self._together(gamma)
+        return DampedInverse(
+            tuple(
+                together[i] if i in together else self._one(i, gamma)
+                for i in range(len(self._blocks))
             )
-        return pieces
+        )
 
-    def _one(self, block: Moments, gamma: float) -> Piece:
-        try:
-            return block.damped(gamma, self._tikhonov)
-        except (NonFiniteError, NotPositiveDefiniteError) as failure:
-            return failed(failure)
+    def _together(self, gamma: float) -> dict[int, Piece]:
+        """Kronecker and dense blocks, all their matrices at once: in parallel, equal shapes in one call.
 
-    def _decompose(self) -> None:
-        """Eigendecompositions for the exact form; a block that has none is left for `_one` to say so."""
-        dense = {
-            i: b
-            for i, b in enumerate(self._blocks)
-            if isinstance(b, KroneckerMoments) and b.A.dim() == b.G.dim() == 2
+        Networks have dozens of normalisation layers, whose dense blocks are small.
+        """
+        work: dict[int, list[tuple[Tensor, Tensor, str]]] = {}
+        for i, block in enumerate(self._blocks):
+            if i in self._bases:
+                continue
+            # A class that only extends these may invert in its own way.
+            if type(block) is KroneckerMoments and isinstance(self._tikhonov, FactoredTikhonov):
+                shift_A, shift_G = self._tikhonov.shifts(block.A, block.G, gamma)
+                work[i] = [(block.A, shift_A, f"A[{i}]"), (block.G, shift_G, f"G[{i}]")]
+            elif type(block) is DenseMoments:
+                work[i] = [(M, M.new_tensor(gamma**2), f"M[{i}]") for M in block.M]
+        if not work:
+            return {}
+        matrices, shifts, names = zip(*(one for own in work.values() for one in own), strict=True)
+        inverted = iter(shifted_inverses(matrices, shifts, names))
+        return {
+            i: _assembled(self._blocks[i], [next(inverted) for _ in own]) for i, own in work.items()
         }
-        matrices = [*(b.A for b in dense.values()), *(b.G for b in dense.values())]
-        decomposed = each(_eigh, matrices, [f"{s}[{i}]" for s in "AG" for i in dense])
-        for i, A, G in zip(dense, decomposed[: len(dense)], decomposed[len(dense) :], strict=True):
-            if A is not None and G is not None:
-                self._eigen[i] = (A, G)
+
+    def _one(self, number: int, gamma: float) -> Piece:
+        block, basis = self._blocks[number], self._bases.get(number)
+        if isinstance(basis, Exception):
+            return Failed(str(basis))
+        try:
+            if basis is None:
+                return block.damped(gamma, self._tikhonov)
+            assert isinstance(block, KroneckerMoments)
+            return basis.damped(block, gamma, self._tikhonov)
+        except (NonFiniteError, NotPositiveDefiniteError) as failure:
+            return Failed(str(failure))
 
 
-def _eigh(M: Tensor, name: str) -> tuple[Tensor, Tensor] | None:
+def _assembled(block: Moments, inverted: Sequence[Tensor | Failure]) -> Piece:
+    """The operator of the inverses of a block's matrices."""
+    matrices = [M for M in inverted if isinstance(M, Tensor)]
+    if len(matrices) < len(inverted):
+        return Failed(str(next(M for M in inverted if not isinstance(M, Tensor))))
+    if isinstance(block, DenseMoments):
+        return DenseOperator(torch.stack(matrices), block.rows, block.columns)
+    return KroneckerProduct(*matrices)
+
+
+def _try_eigen(M: Tensor, name: str) -> Eigen | Failure:
     try:
-        return eigh(M, name)
-    except NonFiniteError:
-        return None
+        return eigen(M, name)
+    except NonFiniteError as failure:
+        return failure.with_traceback(None)  # which holds what it was computed from
+
+
+def _basis(A: Eigen | Failure, G: Eigen | Failure) -> Eigenbasis | Failure:
+    if not isinstance(A, tuple):
+        return A
+    return Eigenbasis(A, G) if isinstance(G, tuple) else G

@@ -26,12 +26,13 @@ from kronfac.curvature.block_diagonal import BlockDiagonalInverse, PreparedBlock
 from kronfac.curvature.inverse import (
     ApproximateInverse,
     ChainOperator,
+    Curvature,
     DampedInverse,
+    Failed,
+    Link,
     Piece,
-    failed,
 )
 from kronfac.curvature.kronecker import KroneckerMoments
-from kronfac.curvature.moments import Curvature, Link
 from kronfac.curvature.tikhonov import FactoredTikhonov
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError, StateError
 from kronfac.linalg import (
@@ -189,7 +190,7 @@ class _Prepared:
             if begin < end:
                 pieces += self._linked(start + begin, start + end, gamma)
             if message is not None:
-                pieces.append(failed(message))
+                pieces.append(Failed(message))
             begin = end + 1
         return pieces
 

@@ -11,12 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kronfac.curvature.block import (
-    Block,
-    InverseCost,
-    Moments,
-    cholesky_inverse_cost,
-)
+from kronfac.curvature.block import Block, Moments, traces
 from kronfac.curvature.taps import Taps, gradients_of_examples
 from kronfac.curvature.tikhonov import Tikhonov
 from kronfac.linalg import batched_inverse
@@ -101,22 +96,11 @@ class DenseMoments(Moments):
 
     def trace(self) -> Tensor:
         """tr M."""
-        return self.M.diagonal(dim1=-2, dim2=-1).sum(dtype=torch.float64)
+        return traces(self.M).sum()
 
     def dense(self) -> Tensor:
         """M, with zeros between the pieces."""
         return _to_dense(self.M, self.rows, self.columns)
-
-    def probe(self) -> list[Tensor]:
-        """The trace: if it is finite, so is the diagonal, which bounds the rest."""
-        return [self.M.diagonal(dim1=-2, dim2=-1).sum()]
-
-    def inverse_cost(self, tikhonov: Tikhonov) -> InverseCost:
-        """As many numbers; every piece by itself."""
-        pieces, size, _ = self.M.shape
-        numbers = self.M.numel()
-        made = pieces * cholesky_inverse_cost(size)
-        return InverseCost(numbers, made, numbers)
 
     @property
     def size(self) -> int:
@@ -140,7 +124,7 @@ class DenseBlock(Block):
         pieces = _pieces(rows, columns, self.limit)
         return "dense" if pieces == 1 else f"dense, {pieces} pieces"
 
-    def observe(self, taps: Taps, share: float, weight: float) -> DenseMoments:
+    def observe(self, taps: Taps, weight: float) -> DenseMoments:
         """Σ_examples v vᵀ."""
         M: Tensor | None = None
         rows = columns = 0

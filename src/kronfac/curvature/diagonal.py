@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kronfac.curvature.block import Block, InverseCost, Moments
+from kronfac.curvature.block import Block, Moments
 from kronfac.curvature.taps import Tap, Taps, gradients_of_examples
 from kronfac.curvature.tikhonov import Tikhonov
 from kronfac.errors import NonFiniteError
@@ -63,10 +63,6 @@ class DiagonalMoments(Moments):
         """diag(D)."""
         return torch.diag(self.D.mT.reshape(-1))
 
-    def inverse_cost(self, tikhonov: Tikhonov) -> InverseCost:
-        """As many numbers, and a multiplication each."""
-        return InverseCost(self.size, self.size, self.size)
-
     @property
     def size(self) -> int:
         """The number of parameters."""
@@ -83,7 +79,7 @@ class DiagonalBlock(Block):
         """Its name."""
         return "diagonal"
 
-    def observe(self, taps: Taps, share: float, weight: float) -> DiagonalMoments:
+    def observe(self, taps: Taps, weight: float) -> DiagonalMoments:
         """Σ_examples (Σ_places g āᵀ)²."""
         if isinstance(taps, list) and len(taps) == 1 and _one_place(taps[0]):
             return DiagonalMoments(taps[0].squares() * weight)

@@ -1,24 +1,39 @@
 """The moments of all units on the examples S₁: forward passes, and backward passes from vectors [MG15 §5].
 
-Each term enters as a vector r in output space with E[r rᵀ] = s w F_R. What it becomes at the outputs of
-every use is what the blocks see.
+Each term enters as a vector r in output space with E[r rᵀ] = s w F_R. The blocks receive its gradient at
+the outputs of every use.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kronfac.curvature.block import Average, Block, Moments, blend
-from kronfac.curvature.fisher import Draws, Fisher, Outputs, child_seed, draw_seed
-from kronfac.curvature.inverse import InverseUpdate
-from kronfac.curvature.moments import Chains, Curvature, Link
-from kronfac.curvature.taps import SummedGradient, Tap, Taps
+from kronfac.curvature.block import Average, Block, Moments, Part, Summand, blend
+from kronfac.curvature.fisher import Draws, Fisher, Outputs, Signs
+from kronfac.curvature.inverse import Curvature, InverseUpdate, Link
+from kronfac.curvature.kronecker import KroneckerBlock, Product, uses_of
+from kronfac.curvature.taps import Rows, SummedGradient, Tap, Taps
 from kronfac.distributed import ALONE, World
 from kronfac.objective import Terms
+
+CEILING = 0.95
+"""The largest decay of the moving averages in the paper: they remember 20 iterations [MG15 §5]."""
+
+
+def ema_decay(iteration: int, ceiling: float | None = None, memory: float = 1.0) -> float:
+    """ε = min(1 − 1/k, ceiling) [MG15 §5]: a plain average at first, then an exponential one.
+
+    Without a ceiling it is the paper's, or as long a memory as momentum may have if that is longer.
+    """
+    if ceiling is None:
+        ceiling = max(CEILING, 1 - 1 / memory)
+    return min(1 - 1 / iteration, ceiling)
 
 
 class Examples(Protocol):
@@ -116,44 +131,35 @@ def estimate(
         links: whether each unit and the next are neighbours in a chain whose cross moments are wanted.
         old: the moving average so far.
         decay: ε.
-        update: of the inverse in use, which is shown the same taps.
+        update: of the inverse in use, which receives the same taps.
     """
     if old is not None and len(old.blocks) != len(blocks):
         raise ValueError(
             f"The moving average is of {len(old.blocks)} units, the network has {len(blocks)}."
         )
     alone = sample.world.size == 1
+    known = [_old(block, old, n) for n, block in enumerate(blocks)]
     # The old averages are the same on all ranks: they enter once, after the sum over the ranks.
     averages = [
-        block.average(_old(block, old, i), decay) if alone else block.average(None, 0.0)
-        for i, block in enumerate(blocks)
+        block.average(before if alone else None, decay if alone else 0.0)
+        for block, before in zip(blocks, known, strict=True)
     ]
-    chains = Chains(blocks, links, old, decay) if alone else Chains(blocks, links, None, 0.0)
-    total = sample.examples
+    chains = Chains(blocks, links, old if alone else None, decay if alone else 0.0)
     met = [False] * len(blocks)
-    signs: _Signs | None = None
+    signs: Signs | None = None
     summed, divided = _SummedGradients(), not alone or len(sample.passes) > 1
     for visit in _visits(sample, fisher, generator):
-        part, view, noise = visit.part, visit.view, visit.noise
-        first, share = True, 0.0 if sample.weightless else part.examples / total
+        part, view = visit.part, visit.view
         scale = part.terms[0].scale or 1.0
         weight = scale * sample.factor / fisher.draws
-        outputs = [
-            Outputs(
-                terms,
-                z,
-                draws,
-                max(terms.count // max(part.examples, 1), 1) if part.apart else 1,
-            )
-            for terms, z, draws in zip(part.terms, view.outputs, noise, strict=True)
-        ]
+        each = 0.0 if sample.weightless else 1.0
         # From one vector for all terms; and neighbours in a chain need the same rows.
         padded = fisher.independent and not any(links) and any(map(_has_padding, part.terms))
         if not fisher.independent and view.summed:
-            signs = signs or _Signs(generator)  # on all ranks, so that their streams stay alike
-        for number, vectors in enumerate(fisher.vectors(outputs)):
+            signs = signs or Signs(generator)  # on all ranks, so that their streams stay alike
+        for number, vectors in enumerate(fisher.vectors(visit.outputs)):
             if signs is not None and view.summed and not sample.weightless:
-                vectors = visit.with_signs(vectors, number, signs, total)  # noqa: PLW2901
+                vectors = visit.with_signs(vectors, number, signs, sample.examples)  # noqa: PLW2901
             weighed = [
                 None if v is None else terms.weigh_by_root(v, scale)
                 for terms, v in zip(part.terms, vectors, strict=True)
@@ -164,75 +170,107 @@ def estimate(
                 if divided and isinstance(unit, SummedGradient):
                     summed.add(n, number, unit.V, weight)
                 elif isinstance(unit, SummedGradient) or unit:
-                    average.add(unit, first, share, weight)
+                    average.add(unit, each, weight)
                     met[n] = True
-            chains.add(taps, first, share, weight)
+            chains.add(taps, each, weight)
             if update is not None:
                 update.add(taps, weight)
-            first = False
+            each = 0.0
     summed.add_to(averages, met, sample.world)
     for n, average in enumerate(averages):
-        if not met[n] and (not alone or _old(blocks[n], old, n) is None):
-            average.add(sample.nothing(n), True, 1.0 if alone else 0.0, 0.0)
+        if not met[n] and (not alone or known[n] is None):
+            average.add(sample.nothing(n), 0.0, 0.0)
+    examples = _examples(sample.examples, old, decay)
     if alone:
-        moments = tuple(average.value() for average in averages)
-        return Curvature(moments, chains.value(), _examples(total, old, decay))
+        return Curvature(tuple(average.value() for average in averages), chains.value(), examples)
     used = _sum_over_ranks(sample.world, averages, met, chains, update)
     moments = tuple(
-        _blended(average, _old(block, old, n), decay, n in used)
-        for n, (block, average) in enumerate(zip(blocks, averages, strict=True))
+        before if before is not None and n not in used else blend(before, average.value(), decay)
+        for n, (before, average) in enumerate(zip(known, averages, strict=True))
     )
-    linked = _blended_links(chains.value(), old, decay)
-    return Curvature(moments, linked, _examples(total, old, decay))
+    linked = chains.value()
+    before_linked = old.links if old is not None and old.links else [None] * len(linked)
+    blended = tuple(
+        None if link is None else blend(before, link, decay)
+        for before, link in zip(before_linked, linked, strict=True)
+    )
+    return Curvature(moments, blended, examples)
 
 
 def _sum_over_ranks(
     world: World,
     averages: Sequence[Average],
     met: Sequence[bool],
-    chains: Chains,
+    chains: "Chains",
     update: InverseUpdate | None,
 ) -> set[int]:
     """Sum the statistics over the ranks; return the numbers of the units that any rank has used."""
-    for average in averages:
-        average.count_by_vector()
-    counts = [average.counts() for average in averages]
+    summands: list[Summand] = [*averages, chains]
+    counts = [summand.counts() for summand in summands]
     totals = world.total([*map(float, met), *(n for own in counts for n in own)], "statistics")
-    start = len(met)
-    for own, average in zip(counts, averages, strict=True):
-        if own and any(totals[start : start + len(own)]):
-            average.recount(totals[start : start + len(own)])
-        start += len(own)
-    parts = [part for average in averages for part in average.parts()] + chains.parts()
+    rest = iter(totals[len(met) :])
+    parts: list[Part] = []
+    for own, summand in zip(counts, summands, strict=True):
+        summand.weigh([next(rest) for _ in own])
+        parts += summand.parts()
     parts += [] if update is None else update.parts()
     world.sum([V for V, _ in parts], "statistics", symmetric=[symmetric for _, symmetric in parts])
     return {n for n, ranks in enumerate(totals[: len(met)]) if ranks}
 
 
-def _blended(average: Average, old: Moments | None, decay: float, used: bool) -> Moments:
-    """The moving average of a unit; as it was if no rank has used it."""
-    if old is not None and not used:
-        return old
-    if not used:
-        average.recount([float(n == 0) for n, _ in enumerate(average.counts())])
-    return blend(old, average.value(), decay)
+class Chains:
+    """Moving averages of the cross moments of neighbouring units, like an `Average` of all of them."""
 
+    def __init__(
+        self, blocks: Sequence[Block], links: Sequence[bool], old: Curvature | None, decay: float
+    ) -> None:
+        self._blocks = blocks
+        self._products: list[tuple[Product, Product] | None] = []
+        for i, linked in enumerate(links):
+            link = old.links[i] if old is not None and old.links else None
+            sides = (None, None) if link is None else (link.A_next, link.G_next)
+            A_next, G_next = (Product(side, decay) for side in sides)
+            self._products.append((A_next, G_next) if linked else None)
 
-def _blended_links(
-    new: tuple[Link | None, ...], old: Curvature | None, decay: float
-) -> tuple[Link | None, ...]:
-    """The moving averages of cross moments."""
-    if old is None or not old.links or decay == 0:
-        return new
-    return tuple(
-        link
-        if link is None or before is None
-        else Link(
-            torch.lerp(link.A_next, before.A_next, decay),
-            torch.lerp(link.G_next, before.G_next, decay),
+    def add(self, taps: Sequence[Taps], each: float, weight: float) -> None:
+        """Add the statistics of one backward pass."""
+        if not any(self._products):
+            return
+        rows = [self._rows(i, unit) for i, unit in enumerate(taps)]
+        for products, (this, following) in zip(self._products, pairwise(rows), strict=True):
+            if products is not None and this is not None and following is not None:
+                products[0].add_to_mean([this[0]], [following[0]], each)
+                products[1].add(this[1], following[1], weight)
+
+    def _rows(self, number: int, taps: Taps) -> tuple[Rows, Tensor] | None:
+        block = self._blocks[number]
+        if isinstance(taps, SummedGradient) or not taps or not isinstance(block, KroneckerBlock):
+            return None
+        a, g = block.vectors(uses_of(taps))
+        return a[0], g[0]
+
+    def _linked(self) -> list[tuple[Product, Product]]:
+        return [pair for pair in self._products if pair is not None]
+
+    def counts(self) -> list[float]:
+        """The number of vectors in every mean."""
+        return [A_next.count for A_next, _ in self._linked()]
+
+    def weigh(self, totals: Sequence[float]) -> None:
+        """Multiply means by their share of all ranks' vectors."""
+        for (A_next, _), total in zip(self._linked(), totals, strict=True):
+            A_next.weigh(total)
+
+    def parts(self) -> list[Part]:
+        """All sums and means, to be summed over ranks."""
+        return [(side.sum, False) for pair in self._linked() for side in pair]
+
+    def value(self) -> tuple[Link | None, ...]:
+        """The averages with everything that was added."""
+        return tuple(
+            None if pair is None else Link(pair[0].value(), pair[1].value())
+            for pair in self._products
         )
-        for link, before in zip(new, old.links, strict=True)
-    )
 
 
 def _has_padding(terms: Terms) -> bool:
@@ -283,7 +321,7 @@ class _SummedGradients:
     def add_to(self, averages: Sequence[Average], met: list[bool], world: World) -> None:
         """Add what all passes and ranks have shown to the averages, and note that these were met."""
         for n, V in self.total(world):
-            averages[n].add(SummedGradient(V), not met[n], 1.0, 1.0)
+            averages[n].add(SummedGradient(V), 0.0, 1.0)
             met[n] = True
 
     def total(self, world: World) -> list[tuple[int, Tensor]]:
@@ -298,53 +336,22 @@ class _SummedGradients:
         return [(n, V) for n in units for V in self._held[n]] if world.rank == 0 else []
 
 
-class _Signs:
-    """A random sign for every example and vector, by the number of the example among those of all ranks."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._seed, self._device = draw_seed(generator), generator.device
-
-    def times(
-        self,
-        vectors: Tensor,
-        key: tuple[int, int],
-        place: tuple[int, int, int],
-    ) -> Tensor:
-        """The vectors, with their signs.
-
-        Args:
-            vectors: of the terms of some examples, (terms, event).
-            key: the numbers of the vector and of the loss call.
-            place: how many examples these are, how many all ranks have, and the number of the first.
-        """
-        count, total, start = place
-        seed = child_seed(child_seed(self._seed, key[0]), key[1])
-        generator = torch.Generator(self._device).manual_seed(seed)
-        draws = Draws(self._draw, total, generator).between(start, start + count)
-        assert draws is not None
-        drawn, each = (2 * draws[0] - 1).to(vectors.dtype), len(vectors) // count
-        return vectors * drawn.repeat_interleave(each).unsqueeze(-1)
-
-    def _draw(self, count: int, generator: torch.Generator) -> Tensor:
-        return torch.randint(2, (1, count), generator=generator, device=self._device)
-
-
 @dataclass(frozen=True)
 class _Visit:
-    """A pass, with what it gets of the numbers that are drawn."""
+    """A pass, with its random numbers."""
 
     part: Examples
     view: Tapped
-    noise: list[Tensor | None]
+    outputs: list[Outputs]
     start: int
     """The number of its first example, among those of all ranks."""
     terms: list[tuple[int, int]]
     """For every loss call, the terms on all ranks, and the number of the first."""
 
     def with_signs(
-        self, vectors: Sequence[Tensor | None], number: int, signs: _Signs, examples: int
+        self, vectors: Sequence[Tensor | None], number: int, signs: Signs, examples: int
     ) -> list[Tensor | None]:
-        """The vectors with random signs: of every example, or of every term if they can't be told apart."""
+        """The vectors with random signs: of every example, or of every term if examples are not known."""
         own = self.part.examples
         signed: list[Tensor | None] = []
         for call, (v, (total, start)) in enumerate(zip(vectors, self.terms, strict=True)):
@@ -358,36 +365,38 @@ class _Visit:
 
 
 def _visits(sample: Sample, fisher: Fisher, generator: torch.Generator) -> Iterator[_Visit]:
-    """Every pass with its random numbers, which neither chunks nor ranks make a difference to."""
+    """Every pass with its random numbers, which depend neither on chunks nor on ranks."""
     counts = head_counts(sample.passes)
     places = {head: sample.head(n, own) for n, (head, own) in enumerate(counts.items())}
     drawn: dict[object, Draws] = {}
     first = sample.start
     for part in sample.passes:
         view = sample.linearize(part)
-        noise: list[Tensor | None] = []
-        numbers = []
+        outputs, numbers = [], []
         for j, (terms, z) in enumerate(zip(part.terms, view.outputs, strict=True)):
             head = _head(j, terms)
             total, start = places[head]
             if head not in drawn:
-                drawn[head] = Draws(_noise_of(fisher, terms, z), total, generator)
+                # An empty tensor, because the function is kept until all passes are done.
+                drawn[head] = Draws(
+                    partial(_noise, fisher, terms, z.new_empty(0)), total, generator
+                )
             stop = start + terms.count
-            draws = drawn[head].between(start, min(stop, total))
-            if draws is not None and stop > total:  # of no example: any numbers will do
-                draws = draws[:, torch.arange(terms.count, device=z.device) % total]
-            noise.append(draws)
+            noise = drawn[head].between(start, min(stop, total))
+            if noise is not None and stop > total:  # of no example: any numbers will do
+                noise = noise[:, torch.arange(terms.count, device=z.device) % total]
+            apart = max(terms.count // max(part.examples, 1), 1) if part.apart else 1
+            outputs.append(Outputs(terms, z, noise, apart))
             numbers.append(places[head])
             places[head] = total, stop
-        yield _Visit(part, view, noise, first, numbers)
+        yield _Visit(part, view, outputs, first, numbers)
         first += part.examples
 
 
-def _noise_of(
-    fisher: Fisher, terms: Terms, z: Tensor
-) -> Callable[[int, torch.Generator], Tensor | None]:
-    like = z.new_empty(0)  # which is kept until all passes are done
-    return lambda count, generator: fisher.noise(terms, count, like, generator)
+def _noise(
+    fisher: Fisher, terms: Terms, like: Tensor, count: int, generator: torch.Generator
+) -> Tensor | None:
+    return fisher.noise(terms, count, like, generator)
 
 
 def head_counts(passes: Sequence[Examples]) -> dict[object, int]:

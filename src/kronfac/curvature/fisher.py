@@ -214,3 +214,29 @@ def child_seed(seed: int, number: int) -> int:
     z = (z ^ (z >> 30)) * _MIX[0] % _WORD
     z = (z ^ (z >> 27)) * _MIX[1] % _WORD
     return (z ^ (z >> 31)) >> 1
+
+
+class Signs:
+    """A random sign for every example and vector, by the number of the example among those of all ranks."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._seed, self._device = draw_seed(generator), generator.device
+
+    def times(self, vectors: Tensor, key: tuple[int, int], place: tuple[int, int, int]) -> Tensor:
+        """The vectors, with their signs.
+
+        Args:
+            vectors: of the terms of some examples, (terms, event).
+            key: the numbers of the vector and of the loss call.
+            place: how many examples these are, how many all ranks have, and the number of the first.
+        """
+        count, total, start = place
+        seed = child_seed(child_seed(self._seed, key[0]), key[1])
+        generator = torch.Generator(self._device).manual_seed(seed)
+        draws = Draws(self._draw, total, generator).between(start, start + count)
+        assert draws is not None
+        drawn, each = (2 * draws[0] - 1).to(vectors.dtype), len(vectors) // count
+        return vectors * drawn.repeat_interleave(each).unsqueeze(-1)
+
+    def _draw(self, count: int, generator: torch.Generator) -> Tensor:
+        return torch.randint(2, (1, count), generator=generator, device=self._device)

@@ -3,28 +3,28 @@
     V ↦ V (A + γ² I)⁻¹,   A = E[ā āᵀ],
 
 for a unit with one Kronecker product, and V ↦ V for any other (Benzing 2022 derives it as gradient descent
-on the outputs of neurons). A use of Vᵀ has its inputs on the side of the rows: V ↦ (A + γ² I)⁻¹ V.
+on the outputs of neurons). A use of Vᵀ has its inputs on the side of the rows: V ↦ (G + γ² I)⁻¹ V.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kronfac.curvature.block import Block, Moments, Part, vectors_counted
+from kronfac.curvature.block import Moments, Part, traces
 from kronfac.curvature.fisher import Fisher, Outputs, Vector
 from kronfac.curvature.kronecker import (
+    FactorAverage,
+    FactoredBlock,
     KroneckerBlock,
-    Product,
-    direct_or_transposed,
+    KroneckerMoments,
 )
-from kronfac.curvature.taps import Taps
+from kronfac.curvature.taps import Rows, Taps
 from kronfac.curvature.tikhonov import Tikhonov
-from kronfac.linalg import shifted_inverse
-from kronfac.linalg.kronecker import kron, multiply_left, multiply_right
-from kronfac.storage import Shapes, Storable
+from kronfac.linalg import KroneckerProduct, shifted_inverse
+from kronfac.storage import Shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,73 +35,44 @@ class NoTargets(Fisher):
         yield [None] * len(outputs)
 
 
-def _shapes(name: str, transposed: bool, rows: int, columns: int) -> Shapes:
-    size = rows if transposed else columns
-    return {name: [(size, size), (size,)]}
-
-
-def _dense(M: Tensor | None, transposed: bool, rows: int, columns: int) -> Tensor:
-    if M is None:
-        return torch.eye(rows * columns)
-    M = torch.diag(M) if M.dim() == 1 else M
-    identity = torch.eye(columns if transposed else rows, dtype=M.dtype, device=M.device)
-    return kron(identity, M) if transposed else kron(M, identity)
-
-
-@dataclass(frozen=True)
-class InputOperator(Storable):
-    """V ↦ V M, or M V if it is Vᵀ that was multiplied; V itself without M."""
-
-    M: Tensor | None  # (A + γ²I)⁻¹, or its diagonal
-    rows: int
-    columns: int
-    transposed: bool = False
-
-    def shapes(self, rows: int, columns: int) -> Shapes:
-        """A square matrix, or its diagonal."""
-        return _shapes("M", self.transposed, rows, columns)
-
-    def mv(self, V: Tensor) -> Tensor:
-        """The product."""
-        if self.M is None:
-            return V.clone()
-        return multiply_left(self.M, V) if self.transposed else multiply_right(V, self.M)
-
-    def to_dense(self) -> Tensor:
-        """The matrix, for vec(V), which stacks columns."""
-        return _dense(self.M, self.transposed, self.rows, self.columns)
-
-
 @dataclass(frozen=True)
 class InputMoments(Moments):
-    """A; None for a unit that is left as it is."""
+    """The second moments of ā, on the side where the inputs are; none for a unit that stays as it is."""
 
-    A: Tensor | None  # E[ā āᵀ], (columns, columns), or its diagonal; by rows if transposed
+    symmetric: ClassVar[tuple[str, ...]] = ("A", "G")
+    A: Tensor | None  # E[ā āᵀ], (columns, columns), or its diagonal
+    G: Tensor | None  # the same of a use of Vᵀ, (rows, rows)
     rows: int
     columns: int
-    transposed: bool = False
 
     def shapes(self, rows: int, columns: int) -> Shapes:
-        """A square matrix, or its diagonal."""
-        return _shapes("A", self.transposed, rows, columns)
+        """Square matrices, or their diagonals."""
+        return {"A": [(columns, columns), (columns,)], "G": [(rows, rows), (rows,)]}
 
-    def damped(self, gamma: float, tikhonov: Tikhonov) -> InputOperator:
+    def damped(self, gamma: float, tikhonov: Tikhonov) -> KroneckerProduct:
         """(A + γ²I)⁻¹ ⊗ I: with I on the other side there is one way to damp."""
-        M = None
-        if self.A is not None:
-            M = shifted_inverse(self.A, self.A.new_tensor(gamma**2), "A")
-        return InputOperator(M, self.rows, self.columns, self.transposed)
+        A, G = (
+            None if M is None else shifted_inverse(M, M.new_tensor(gamma**2), name)
+            for M, name in ((self.A, "A"), (self.G, "G"))
+        )
+        return KroneckerProduct(*self._sides(A, G))
+
+    def _sides(self, A: Tensor | None, G: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Both sides, with the diagonal of I for one that is None."""
+        like = next((M for M in (A, G) if M is not None), torch.ones(()))
+        return (
+            like.new_ones(self.columns) if A is None else A,
+            like.new_ones(self.rows) if G is None else G,
+        )
 
     def trace(self) -> Tensor:
         """tr(A) times the size of the other side."""
-        if self.A is None:
-            return torch.tensor(float(self.size), dtype=torch.float64)
-        diagonal = self.A if self.A.dim() == 1 else self.A.diagonal()
-        return diagonal.sum(dtype=torch.float64) * (self.size / len(self.A))
+        A, G = map(traces, self._sides(self.A, self.G))
+        return A * G
 
     def dense(self) -> Tensor:
-        """A ⊗ I, or I ⊗ A if it is Vᵀ that was multiplied."""
-        return _dense(self.A, self.transposed, self.rows, self.columns)
+        """A ⊗ I, or I ⊗ G."""
+        return KroneckerMoments(*self._sides(self.A, self.G)).dense()
 
     @property
     def size(self) -> int:
@@ -110,13 +81,13 @@ class InputMoments(Moments):
 
 
 @dataclass(frozen=True)
-class InputBlock(Block):
+class InputBlock(FactoredBlock):
     """A ⊗ I in the place of another block.
 
     Args:
         rows: of the unit.
         columns: of the unit.
-        block: the Kronecker block whose A it is; None for a unit that is left as it is.
+        block: the Kronecker block whose A it is; None for a unit that stays as it is.
     """
 
     moments: ClassVar[type[Moments]] = InputMoments
@@ -124,87 +95,63 @@ class InputBlock(Block):
     columns: int
     block: KroneckerBlock | None = None
 
-    def observe(self, taps: Taps, share: float, weight: float) -> InputMoments:
-        """The moments of one forward pass."""
-        average = InputAverage(self, None, 0.0)
-        average.add(taps, True, share, weight)
-        return average.value()
+    @property
+    def diagonal_inputs(self) -> bool:
+        """Whether A is kept as its diagonal."""
+        return self.block is not None and self.block.diagonal_inputs
+
+    @property
+    def diagonal_grads(self) -> bool:
+        """Whether G is."""
+        return self.block is not None and self.block.diagonal_grads
+
+    def vectors(self, taps: Taps) -> tuple[Sequence[Rows], Sequence[Tensor]]:
+        """ā of all places, and no g."""
+        assert self.block is not None
+        return self.block.vectors(taps)[0], ()
 
     def average(self, old: Moments | None, decay: float) -> "InputAverage":
         """The moving average that begins with `old`."""
-        assert old is None or isinstance(old, InputMoments)
         return InputAverage(self, old, decay)
 
 
-class InputAverage:
-    """ε · old + (1 − ε) · (mean of ā āᵀ over the vectors of all passes)."""
+class InputAverage(FactorAverage):
+    """ε · old + (1 − ε) · (mean of ā āᵀ), on the side where the inputs are.
 
-    def __init__(self, block: InputBlock, old: InputMoments | None, decay: float) -> None:
-        self._block, self._old, self._decay = block, old, decay
-        self._transposed = False if old is None else old.transposed
-        self._product: Product | None = None
-        self._each: float | None = None
-        self._counted = 0.0
+    A unit that no example has used does not show which side that is.
+    """
 
-    def add(self, taps: Taps, first: bool, share: float, weight: float) -> None:
-        """Add what one pass shows."""
-        kronecker = self._block.block
-        uses = [] if kronecker is None or not first else direct_or_transposed(taps)
-        if kronecker is None or not uses:
-            return
-        a, _ = kronecker.rows(uses)
-        count = sum(map(len, a))
-        if not count:
-            return
-        if self._product is None:
-            self._product = self._begin(kronecker, uses[0].transposed)
-        # Every vector counts the same, however many places the examples of a pass have.
-        self._each = share / count if self._each is None else self._each
-        self._counted += self._each * count
-        for x in a:
-            self._product.add(x, x, self._each)
+    def __init__(self, block: InputBlock, old: Any, decay: float) -> None:
+        super().__init__(block, old, decay)
+        self._shape, self._fixed = (block.rows, block.columns), block.block is None
+        self._transposed = old is not None and old.G is not None
 
-    def _begin(self, kronecker: KroneckerBlock, transposed: bool) -> Product:
-        old = self._old
-        # A unit that no example had used yet did not show on which side its inputs are.
-        A = old.A if old is not None and old.transposed == transposed else None
-        self._transposed = transposed
-        diagonal = kronecker.diagonal_grads if transposed else kronecker.diagonal_inputs
-        return Product(A, self._decay, diagonal)
+    def add(self, taps: Taps, each: float, weight: float) -> None:
+        """Add the inputs of one pass."""
+        if not self._fixed:
+            super().add(taps, each, weight)
+            self._find_side(self.counts())
 
     def value(self) -> InputMoments:
         """The average with everything that was added."""
-        A = None if self._old is None else self._old.A
-        if self._block.block is None:
-            A = None
-        elif self._product is not None:
-            A = self._product.value(self._counted)
-        return InputMoments(A, self._block.rows, self._block.columns, self._transposed)
+        A, G = (
+            side.value() if used and not self._fixed else None
+            for side, used in zip(self.sides, (not self._transposed, self._transposed), strict=True)
+        )
+        return InputMoments(A, G, *self._shape)
 
-    def count_by_vector(self) -> None:
-        """Let every vector ā count 1."""
-        if self._each:
-            assert self._product is not None
-            self._product.sum.div_(self._each)
-            self._counted, self._each = vectors_counted(self._counted, self._each), 1.0
+    def weigh(self, totals: Sequence[float]) -> None:
+        """Multiply the mean by its share; if this rank has not used the unit, its part is 0."""
+        self._find_side(totals)
+        if self._transposed and any(totals) and not self.sides[1].count:
+            zeros = self.sides[0].sum.new_zeros(1, self._shape[0])
+            self.sides[1].add(zeros, zeros, 0.0)
+        super().weigh(totals)
 
     def parts(self) -> list[Part]:
-        """The sum, unless the unit is left as it is."""
-        return [] if self._product is None else [(self._product.sum, True)]
+        """The mean, unless the unit stays as it is."""
+        return [] if self._fixed else [(self.sides[self._transposed].sum, True)]
 
-    def counts(self) -> list[float]:
-        """The number of vectors, by the direction in which the unit is used."""
-        count = vectors_counted(self._counted, self._each)
-        return [0.0, count] if self._transposed else [count, 0.0]
-
-    def recount(self, counts: Sequence[float]) -> None:
-        """Take over the numbers on all ranks, and the direction if this one has not used the unit."""
-        direct, transposed = counts
-        self._counted = max(counts)
-        kronecker = self._block.block
-        if (transposed > direct) != self._transposed and kronecker is not None:
-            assert self._product is not None
-            old, self._product = self._product, self._begin(kronecker, transposed > direct)
-            size = self._block.rows if self._transposed else self._block.columns
-            shape = (size,) if self._product.diagonal else (size, size)
-            self._product.begin(old.sum.new_zeros(shape))
+    def _find_side(self, counts: Sequence[float]) -> None:
+        if any(counts):
+            self._transposed = counts[1] > counts[0]

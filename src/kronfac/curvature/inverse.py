@@ -1,4 +1,4 @@
-"""From moments to something that multiplies a vector: strategy → prepared → damped.
+"""All units together: their curvature, and its approximate inverse [MG15 §4]: strategy → prepared → damped.
 
     strategy.prepare(curvature).damped(gamma).mv(gradient)
 
@@ -6,23 +6,96 @@
 one matrix V (rows, columns) per unit; of a gradient, V may be given as an outer product.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from kronfac.curvature.block import InverseCost, Moments, Operator, Part
-from kronfac.curvature.moments import Curvature
 from kronfac.curvature.taps import Taps
-from kronfac.curvature.tikhonov import FactoredTikhonov
 from kronfac.errors import StateError
-from kronfac.linalg import Failure, KroneckerProduct, OuterProduct
-from kronfac.storage import Layout, Storable, tensors_in
+from kronfac.linalg import KroneckerProduct, OuterProduct
+from kronfac.storage import Layout, Storable, check_shapes, tensors_in
 
 Vectors = Sequence[Tensor | OuterProduct]
+
+
+@dataclass(frozen=True)
+class Link(Storable):
+    """Second moments between a unit and the next one in a chain [MG15 §4.3]."""
+
+    A_next: Tensor  # E[ā ā'ᵀ] (columns, columns')
+    G_next: Tensor  # E[g g'ᵀ] (rows, rows')
+
+    def check(self, *units: Layout) -> None:
+        """Raise a StateError if it can't be between these two units."""
+        this, other = units
+        between = {"A_next": (this.columns, other.columns), "G_next": (this.rows, other.rows)}
+        check_shapes(self, between, this)
+
+
+@dataclass(frozen=True)
+class Curvature(Storable):
+    """Moving averages of the statistics of all units: a value."""
+
+    blocks: tuple[Moments, ...]
+    links: tuple[Link | None, ...] = ()
+    """Between each unit and the next; None if they are not neighbours in a chain. Empty without chains."""
+    examples: float = math.inf
+    """How many examples of equal weight would be as sure an estimate."""
+
+    def check(self, *units: Layout) -> None:
+        """Raise a StateError if it can't be the curvature of these units."""
+        if len(self.blocks) != len(units) or len(self.links) not in (0, len(units) - 1):
+            raise StateError(
+                f"The state's curvature must have a block for each of {len(units)} units, and links "
+                f"between all of them or none; got {len(self.blocks)} blocks and {len(self.links)} "
+                "links. Load it into the model that it was saved with."
+            )
+        for block, unit in zip(self.blocks, units, strict=True):
+            block.check(unit)
+        for link, *pair in zip(self.links, units, units[1:], strict=False):
+            if link is not None:
+                link.check(*pair)
+
+    def of_units(self, numbers: Sequence[int]) -> "Curvature":
+        """The curvature of some units, without links between neighbours of which one is missing."""
+        links: tuple[Link | None, ...] = ()
+        if self.links:
+            links = tuple(
+                self.links[n] if n + 1 == following else None for n, following in pairwise(numbers)
+            )
+        return replace(self, blocks=tuple(self.blocks[n] for n in numbers), links=links)
+
+    def mean(self) -> float:
+        """tr F̆ / dim F̆, of the size of a typical eigenvalue; 1 if that is 0 or not finite."""
+        # One synchronisation for all units.
+        trace = float(torch.stack([block.trace() for block in self.blocks]).sum())
+        mean = trace / sum(block.size for block in self.blocks)
+        return mean if 0 < mean < math.inf else 1.0
+
+    def sampling_error(self) -> float:
+        """The damping of A ⊗ G that makes up for its having been estimated from n examples.
+
+        The inverse of a second moment of d features is too large on average, by a share of about d/n of
+        what it should be. Adding tr(A)/n to the eigenvalues of A, whose mean is tr(A)/d, makes up for
+        that. With tr(G)/n for G the product of what is added is
+
+            tr(A) tr(G) / n²,
+
+        here as a mean over all parameters whose block has such factors (`Moments.factor_traces`).
+        """
+        pairs = [(block.factor_traces(), block.size) for block in self.blocks]
+        factored = [(traces * size, size) for traces, size in pairs if traces is not None]
+        if not factored:
+            return 0.0
+        products, sizes = zip(*factored, strict=True)
+        return float(torch.stack(products).sum()) / float(sum(sizes)) / self.examples**2
 
 
 class ChainOperator(Storable, ABC):
@@ -44,7 +117,7 @@ class ChainOperator(Storable, ABC):
 
 @dataclass(frozen=True)
 class Failed(Storable):
-    """Stands for the inverse of a unit that has none."""
+    """The place of a unit's inverse that could not be computed."""
 
     message: str
 
@@ -61,17 +134,15 @@ class DampedInverse(Storable):
 
     def check(self, *units: Layout) -> None:
         """Raise a StateError if it can't be the inverse of these units' curvature."""
-        lengths = [length_of(piece) for piece in self.pieces]
-        if sum(lengths) != len(units):
+        total = sum(map(length_of, self.pieces))
+        if total != len(units):
             raise StateError(
-                f"The state's inverse must be that of {len(units)} units; got {sum(lengths)}. Load it "
+                f"The state's inverse must be that of {len(units)} units; got {total}. Load it "
                 "into the model that it was saved with."
             )
-        start = 0
-        for piece, length in zip(self.pieces, lengths, strict=True):
+        for start, piece in self._numbered():
             assert isinstance(piece, Storable)
-            piece.check(*units[start : start + length])
-            start += length
+            piece.check(*units[start : start + length_of(piece)])
 
     def mv(self, vectors: Vectors) -> tuple[Tensor, ...]:
         """The product with a vector in parameter space: new tensors, which the caller may overwrite."""
@@ -83,51 +154,43 @@ class DampedInverse(Storable):
             products += _multiply(piece, vectors[len(products) : len(products) + length_of(piece)])
         return tuple(products)
 
-    def mended(self, pieces: Mapping[int, Piece]) -> "DampedInverse":
-        """The same with other pieces in the place of those that have failed, by the number of the unit."""
-        found, number = list(self.pieces), 0
-        for i, piece in enumerate(self.pieces):
-            if isinstance(piece, Failed):
-                found[i] = pieces.get(number, piece)
-            number += length_of(piece)
-        return replace(self, pieces=tuple(found))
-
     @property
     def failures(self) -> list[tuple[int, str]]:
         """The numbers of the units that have no inverse, and why."""
-        number, found = 0, []
-        for piece in self.pieces:
-            if isinstance(piece, Failed):
-                found.append((number, piece.message))
-            number += length_of(piece)
-        return found
+        return [(n, piece.message) for n, piece in self._numbered() if isinstance(piece, Failed)]
+
+    def repaired(self, pieces: Mapping[int, Piece]) -> "DampedInverse":
+        """The inverse with other pieces in place of those that failed, by the number of the unit."""
+        found = [
+            pieces.get(n, piece) if isinstance(piece, Failed) else piece
+            for n, piece in self._numbered()
+        ]
+        return replace(self, pieces=tuple(found))
 
     def completed_by(self, old: "DampedInverse | None") -> "DampedInverse | None":
-        """The same with the old inverse of every unit that has no new one; None if that has none either."""
+        """The inverse with the old one of every unit that has no new one; None if that has none either."""
         if not self.failures:
             return self
         if old is None:
             return None
-        pieces, number = list(self.pieces), 0
-        for i, piece in enumerate(self.pieces):
-            if isinstance(piece, Failed):
-                pieces[i] = old.of_unit(number)
-            number += length_of(piece)
-        return (
-            None
-            if any(isinstance(p, Failed) for p in pieces)
-            else replace(self, pieces=tuple(pieces))
-        )
+        found = self.repaired({n: old.of_unit(n) for n, _ in self.failures})
+        return None if found.failures else found
 
     def of_unit(self, number: int) -> Operator | Failed:
         """The inverse of one unit by itself; of one in a chain, what it is without its neighbours."""
-        for piece in self.pieces:
-            if number < length_of(piece):
+        for start, piece in self._numbered():
+            if start <= number < start + length_of(piece):
                 if isinstance(piece, ChainOperator):
-                    return piece.of_unit(number)
+                    return piece.of_unit(number - start)
                 return piece
-            number -= length_of(piece)
         raise IndexError("This inverse is of fewer units.")
+
+    def _numbered(self) -> Iterator[tuple[int, Piece]]:
+        """Every piece with the number of its first unit."""
+        number = 0
+        for piece in self.pieces:
+            yield number, piece
+            number += length_of(piece)
 
 
 def length_of(piece: Piece) -> int:
@@ -144,7 +207,7 @@ def usable(piece: Piece) -> bool:
 
 
 def without_unusable(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces with `Failed` for units whose operator is unusable; a chain is divided at all of its."""
+    """The pieces with `Failed` for units whose operator is unusable; for a chain, for all of its units."""
     found: list[Piece] = []
     for piece in pieces:
         if isinstance(piece, Failed) or usable(piece):
@@ -157,7 +220,7 @@ def without_unusable(pieces: Sequence[Piece]) -> list[Piece]:
 def _multiply(piece: Piece, vectors: Vectors) -> Sequence[Tensor]:
     """The products with the vectors of a piece's units."""
     assert not isinstance(piece, Failed)
-    if isinstance(piece, KroneckerProduct):  # which alone has a use for the factors
+    if isinstance(piece, KroneckerProduct):  # the only operator that multiplies the factors
         return [piece.mv(vectors[0])]
     dense = [V.to_dense() if isinstance(V, OuterProduct) else V for V in vectors]
     return piece.mv_chain(dense) if isinstance(piece, ChainOperator) else [piece.mv(dense[0])]
@@ -175,11 +238,11 @@ class InverseUpdate(Protocol):
     """An inverse that takes in the statistics of one step without a refresh."""
 
     def add(self, taps: Sequence[Taps], weight: float) -> None:
-        """Add what one backward pass shows of all units; `weight` is what squares of gradients count."""
+        """Add the taps of all units in one backward pass; `weight` is the factor of squared gradients."""
         ...
 
     def parts(self) -> list[Part]:
-        """What was added so far, to be summed over ranks; then it counts as added."""
+        """Everything added so far, to be summed over ranks; then it counts as added."""
         ...
 
     def value(self) -> DampedInverse:
@@ -196,16 +259,12 @@ class ApproximateInverse(ABC):
     def wants_factors(
         self, shapes: Sequence[tuple[int, int]], examples: int, weight_decay: float
     ) -> bool:
-        """Whether it has a use for the gradient as outer products, for units of these shapes."""
+        """Whether it uses the gradient as outer products, for units of these shapes."""
         return False
 
     @property
     def for_trials(self) -> "ApproximateInverse":
-        """An inverse much like this one, for trial steps, if this one is expensive."""
-        return self
-
-    def of_units(self, numbers: Sequence[int]) -> "ApproximateInverse":
-        """The same for some of the units."""
+        """A cheaper inverse for trial steps, if this one is expensive."""
         return self
 
     def between_refreshes(self, inverse: DampedInverse, decay: float) -> InverseUpdate | None:
@@ -213,18 +272,13 @@ class ApproximateInverse(ABC):
         return None
 
     def cost(self, moments: Moments) -> InverseCost:
-        """What the inverse of one unit by itself takes."""
-        return moments.inverse_cost(getattr(self, "tikhonov", FactoredTikhonov()))
+        """The cost of the inverse of one unit by itself."""
+        return moments.inverse_cost()
 
     def cost_between(self, this: tuple[int, int], following: tuple[int, int]) -> InverseCost:
-        """What it takes besides for a unit and the next one in a chain, of these shapes."""
+        """The additional cost of a unit and the next one in a chain, of these shapes."""
         return InverseCost(0, 0.0, 0.0)
 
     @abstractmethod
     def prepare(self, curvature: Curvature) -> PreparedInverse:
-        """What every γ shares."""
-
-
-def failed(failure: Failure | str) -> Failed:
-    """The place of an inverse that could not be computed."""
-    return Failed(str(failure))
+        """The part that every γ shares."""

@@ -20,8 +20,14 @@ import torch
 from torch import Tensor
 
 from kronfac.curvature.block import Block, Moments, Part
-from kronfac.curvature.kronecker import KroneckerAverage, KroneckerBlock, KroneckerMoments
-from kronfac.curvature.taps import SummedGradient, Tap, Taps
+from kronfac.curvature.kronecker import (
+    FactorAverage,
+    KroneckerBlock,
+    KroneckerMoments,
+    transposed,
+    uses_of,
+)
+from kronfac.curvature.taps import GroupedTap, Tap, Taps
 from kronfac.curvature.tikhonov import FactoredTikhonov, Tikhonov
 from kronfac.linalg import KroneckerSumInverse, invert_sum, shift_diagonal
 from kronfac.storage import Layout
@@ -68,16 +74,12 @@ class KroneckerSumMoments(Moments):
         return self.direct.trace() + self.transposed.trace()
 
     def factor_traces(self) -> Tensor:
-        """The sum of those of both products."""
+        """tr(A₁) tr(G₁) + tr(A₂) tr(G₂), where no side is kept as its diagonal."""
         return self.direct.factor_traces() + self.transposed.factor_traces()
 
     def dense(self) -> Tensor:
         """A₁ ⊗ G₁ + A₂ ⊗ G₂."""
         return self.direct.dense() + self.transposed.dense()
-
-    def probe(self) -> list[Tensor]:
-        """The traces of all factors."""
-        return [*self.direct.probe(), *self.transposed.probe()]
 
     @property
     def size(self) -> int:
@@ -116,10 +118,10 @@ class KroneckerSumBlock(Block):
     direct: KroneckerBlock = field(default_factory=KroneckerBlock)
     transposed: KroneckerBlock = field(default_factory=KroneckerBlock)
 
-    def observe(self, taps: Taps, share: float, weight: float) -> KroneckerSumMoments:
+    def observe(self, taps: Taps, weight: float) -> Moments:
         """The moments of one backward pass."""
-        average = KroneckerSumAverage(self, None, 0.0)
-        average.add(taps, True, share, weight)
+        average = self.average(None, 0.0)
+        average.add(taps, 1.0, weight)
         return average.value()
 
     def average(self, old: Moments | None, decay: float) -> "KroneckerSumAverage":
@@ -129,71 +131,52 @@ class KroneckerSumBlock(Block):
 
 
 class KroneckerSumAverage:
-    """A `KroneckerAverage` for each product."""
+    """A `FactorAverage` for each product."""
 
     def __init__(
         self, block: KroneckerSumBlock, old: KroneckerSumMoments | None, decay: float
     ) -> None:
-        self._block = block
-        self._direct = KroneckerAverage(block.direct, None if old is None else old.direct, decay)
-        self._transposed = KroneckerAverage(
-            block.transposed, None if old is None else old.transposed, decay
+        self._new = old is None
+        self._averages = (
+            FactorAverage(block.direct, None if old is None else old.direct, decay),
+            FactorAverage(block.transposed, None if old is None else old.transposed, decay),
         )
-        self._used = [old is not None] * 2
 
-    def add(self, taps: Taps, first: bool, share: float, weight: float) -> None:
-        """Add what one backward pass shows."""
-        assert not isinstance(taps, SummedGradient), "a Kronecker block needs the uses of its unit"
-        uses = [tap for tap in taps if isinstance(tap, Tap)]
-        assert len(uses) == len(taps), "a Kronecker block needs inputs and gradients of every use"
-        for i, average in enumerate((self._direct, self._transposed)):
-            part = [tap for tap in uses if tap.transposed == bool(i)]
-            self._used[i] = self._used[i] or bool(part)
-            average.add(part, first, share, weight)
+    def add(self, taps: Taps, each: float, weight: float) -> None:
+        """Add the statistics of one backward pass; a product without any use begins with 0."""
+        uses = uses_of(taps)
+        if self._new and uses:
+            self._new = False
+            for direction, average in enumerate(self._averages):
+                average.add([_zeros(uses[0], bool(direction))], 0.0, 0.0)
+        for direction, average in enumerate(self._averages):
+            average.add([tap for tap in uses if transposed([tap]) == direction], each, weight)
 
     def value(self) -> KroneckerSumMoments:
-        """The averages with everything that was added; a product without any use is 0."""
-        if all(self._used) or not any(self._used):
-            return KroneckerSumMoments(self._direct.value(), self._transposed.value())
-        if self._used[0]:
-            direct = self._direct.value()
-            return KroneckerSumMoments(direct, _zeros(self._block.transposed, direct))
-        transposed = self._transposed.value()
-        return KroneckerSumMoments(_zeros(self._block.direct, transposed), transposed)
-
-    def count_by_vector(self) -> None:
-        """Let every vector ā count 1, in both products."""
-        for average in self._averages:
-            average.count_by_vector()
-
-    def parts(self) -> list[Part]:
-        """All sums, those of the direct uses first; zeros for a product without any use here."""
-        used = [average for average, u in zip(self._averages, self._used, strict=True) if u]
-        like = KroneckerMoments(*(side.sum for side in used[0].sides))
-        blocks = (self._block.direct, self._block.transposed)
-        for number, (average, block) in enumerate(zip(self._averages, blocks, strict=True)):
-            if not self._used[number]:
-                average.begin(_zeros(block, like), transposed=bool(number))
-        return [part for average in self._averages for part in average.parts()]
+        """The averages with everything that was added."""
+        direct, other = (average.value() for average in self._averages)
+        assert isinstance(direct, KroneckerMoments)
+        assert isinstance(other, KroneckerMoments)
+        return KroneckerSumMoments(direct, other)
 
     def counts(self) -> list[float]:
-        """Those of both products."""
+        """The numbers of vectors in the parts of both products."""
         return [count for average in self._averages for count in average.counts()]
 
-    def recount(self, counts: Sequence[float]) -> None:
-        """Take over the numbers on all ranks; a product that any of them uses is one."""
-        for number, average in enumerate(self._averages):
-            own = counts[2 * number : 2 * number + 2]
-            average.recount(own)
-            self._used[number] = max(own) > 0
+    def weigh(self, totals: Sequence[float]) -> None:
+        """Multiply both means by their shares of all ranks' vectors."""
+        for average, own in zip(self._averages, (totals[:2], totals[2:]), strict=True):
+            average.weigh(own)
 
-    @property
-    def _averages(self) -> tuple[KroneckerAverage, KroneckerAverage]:
-        return self._direct, self._transposed
+    def parts(self) -> list[Part]:
+        """All sides, those of the direct uses first."""
+        return [part for average in self._averages for part in average.parts()]
 
 
-def _zeros(block: KroneckerBlock, like: KroneckerMoments) -> KroneckerMoments:
-    """Factors that are 0, of the shapes that this block would give them."""
-    sides = ((like.A, block.diagonal_inputs), (like.G, block.diagonal_grads))
-    A, G = (M.new_zeros((len(M),) if diagonal else (len(M), len(M))) for M, diagonal in sides)
-    return KroneckerMoments(A, G)
+def _zeros(like: Tap | GroupedTap, direction: bool) -> Tap:
+    """A use by one example in this direction, with zeros."""
+    inputs, grads = like.inputs.shape[-1], like.grads.shape[-1]
+    if transposed([like]) != direction:
+        inputs, grads = grads, inputs
+    new = like.grads.new_zeros
+    return Tap(new(1, 1, inputs), new(1, 1, grads), transposed=direction)

@@ -1,11 +1,15 @@
 """Linear algebra that knows nothing of networks: tensors in, tensors out."""
 
 from kronfac.linalg.kronecker import (
-    EigenKroneckerSum,
+    InverseInEigenbasis,
     KroneckerProduct,
+    Matrices,
     OuterProduct,
+    dot,
     kron,
     low_rank_pays,
+    rotate,
+    take,
 )
 from kronfac.linalg.kronecker_difference import (
     KroneckerDifferenceInverse,
@@ -14,7 +18,7 @@ from kronfac.linalg.kronecker_difference import (
     smith,
 )
 from kronfac.linalg.kronecker_sum import KroneckerSumInverse, invert_sum
-from kronfac.linalg.parallel import each, in_background, take
+from kronfac.linalg.parallel import each, in_background
 from kronfac.linalg.spd import (
     Failure,
     add_to_diagonal,
@@ -31,17 +35,19 @@ from kronfac.linalg.spd import (
 )
 
 __all__ = [
-    "EigenKroneckerSum",
     "Failure",
+    "InverseInEigenbasis",
     "KroneckerDifferenceInverse",
     "KroneckerProduct",
     "KroneckerSumInverse",
+    "Matrices",
     "OuterProduct",
     "SmithDifferenceInverse",
     "add_to_diagonal",
     "batched_inverse",
     "cholesky",
     "decompose",
+    "dot",
     "each",
     "eigh",
     "in_background",
@@ -50,6 +56,7 @@ __all__ = [
     "invert_sum",
     "kron",
     "low_rank_pays",
+    "rotate",
     "shift_diagonal",
     "shifted_choleskys",
     "shifted_inverse",

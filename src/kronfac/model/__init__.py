@@ -1,6 +1,6 @@
 """The model: its units, and how torch functions use their parameters."""
 
-from kronfac.linalg.vector import Matrices, dot
+from kronfac.linalg import Matrices, dot
 from kronfac.model.blocks import Blocks
 from kronfac.model.find import Site, find_units
 from kronfac.model.functions import SeeFunctions, record_uses

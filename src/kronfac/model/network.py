@@ -26,7 +26,7 @@ from kronfac.curvature import (
     Tap,
 )
 from kronfac.errors import StateError, UnsupportedModelError
-from kronfac.linalg.vector import Matrices
+from kronfac.linalg import Matrices
 from kronfac.model.blocks import Blocks, Kind
 from kronfac.model.find import Site
 from kronfac.model.side_effects import Buffers, put_back

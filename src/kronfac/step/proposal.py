@@ -22,8 +22,7 @@ from kronfac.control import (
 )
 from kronfac.control.base import inner
 from kronfac.curvature import Curvature, DampedInverse
-from kronfac.linalg import OuterProduct, low_rank_pays
-from kronfac.linalg.vector import dot
+from kronfac.linalg import OuterProduct, dot, low_rank_pays
 from kronfac.linearize import Linearizer
 from kronfac.model import Matrices, Network
 from kronfac.record import Batch

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kronfac.curvature import ApproximateInverse, Curvature, DampedInverse
 from kronfac.curvature.inverse import (
+    Failed,
     Piece,
     PreparedInverse,
-    failed,
     length_of,
     without_unusable,
 )
@@ -169,7 +169,7 @@ class ComputedByRanks:
         self._own: Computed | None = None
         if own:
             part = curvature.of_units(own)
-            self._own = Computed(inverse.of_units(own), part, candidates)
+            self._own = Computed(inverse, part, candidates)
 
     def begin(self) -> None:
         """Compute this rank's part in the background."""
@@ -191,7 +191,7 @@ class ComputedByRanks:
         if outcome is None:
             return ()
         if isinstance(outcome, Failure):
-            return [failed(outcome) for _ in self._units[self._world.rank]]
+            return [Failed(str(outcome)) for _ in self._units[self._world.rank]]
         return without_unusable(outcome.pieces)
 
     def _exchange(self, own: Sequence[Piece]) -> DampedInverse:

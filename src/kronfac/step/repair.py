@@ -53,7 +53,7 @@ def repair(
         EventKind.BLOCK_FAILED: "the last good inverse is kept of",
         EventKind.BLOCK_PLAIN: "the plain gradient is used for",
     }
-    return damped.mended(mended), [
+    return damped.repaired(mended), [
         Event(kind, f"γ = {gamma:.4g}: {said[kind]} {', '.join(names)}.")
         for kind, names in events.items()
     ]

@@ -47,12 +47,12 @@ def check_block(
     taps = [_tap(way, normal, rows, columns, places) for way in uses]
 
     def observe(index: Tensor, weight: float = 0.125) -> Moments:
-        return block.observe([_select(tap, index) for tap in taps], 1.0, weight)
+        return block.observe([_select(tap, index) for tap in taps], weight)
 
     whole = observe(torch.arange(8))
     halves = block.average(None, 0.0)
     for half in (torch.arange(4), torch.arange(4, 8)):
-        halves.add([_select(tap, half) for tap in taps], True, 0.5, 0.125)
+        halves.add([_select(tap, half) for tap in taps], 1.0, 0.125)
     for found, expected in zip(*map(tensors_in, (halves.value(), whole)), strict=True):
         _close(found, expected)
     twice = observe(torch.arange(8).repeat(2), weight=0.0625)
@@ -61,7 +61,7 @@ def check_block(
     _close(whole.trace(), whole.dense().trace())
 
     average = block.average(whole, 0.75)
-    average.add([_select(tap, torch.arange(4)) for tap in taps], True, 1.0, 0.25)
+    average.add([_select(tap, torch.arange(4)) for tap in taps], 1.0, 0.25)
     new = observe(torch.arange(4), weight=0.25)
     for found, a, b in zip(*map(tensors_in, (average.value(), whole, new)), strict=True):
         _close(found, 0.75 * a + 0.25 * b)
