@@ -136,16 +136,28 @@ def _modes() -> tuple[Any, ...]:
 
 @contextmanager
 def raising(number: int, error: type[BaseException]):
-    """A handler in Python for a signal, that raises."""
+    """A handler in Python for a signal, that raises; yields a list of the errors that Python ignored.
+
+    It ignores what is raised while a generator that nobody needs any more is closed, Ctrl-C included.
+    """
+    ignored: list[BaseException] = []
 
     def handler(*_: object) -> None:
         raise error
 
-    before = signal.signal(number, handler)
+    def note(unraisable: Any) -> None:
+        if isinstance(unraisable.exc_value, error):
+            ignored.append(unraisable.exc_value)
+        else:
+            hook(unraisable)
+
+    before, hook = signal.signal(number, handler), sys.unraisablehook
+    sys.unraisablehook = note
     try:
-        yield
+        yield ignored
     finally:
         signal.signal(number, before)
+        sys.unraisablehook = hook
 
 
 @dataclass

@@ -86,8 +86,12 @@ class Training:
 def loop(problem: Problem, model: nn.Module, loss: nn.Module, k: int) -> None:
     """Passes and gradients of a loop."""
     x, y = problem.data(k)
-    parts = 2 if problem.way == "loop of two" and len(x) > 1 else 1
-    for x_part, y_part in zip(x.chunk(parts), y.chunk(parts), strict=True):
+    size = len(x)
+    if problem.way == "own in chunks":
+        size = 2
+    elif problem.way == "loop of two":
+        size = max(1, math.ceil(size / 2))
+    for x_part, y_part in zip(x.split(size), y.split(size), strict=True):
         value = problem.value(model, loss, x_part, y_part)
         (value * (len(x_part) / len(x))).backward()
 
@@ -148,8 +152,9 @@ class Disturbance:
                 with AtOperation(n):
                     training.step(k)
             else:
-                with raising(signal.SIGINT, Injected), SignalAtLine(n):
+                with raising(signal.SIGINT, Injected) as ignored, SignalAtLine(n):
                     training.step(k)
+                    assert ignored, f"the signal at line {n} of {count} raised nothing"
         except Injected:
             if training.optimizer.report is not before.report:  # it came after the step
                 assert self.kind == "line"
@@ -158,7 +163,7 @@ class Disturbance:
             before.assert_kept(training.optimizer)
             training.step(k)
         else:
-            raise AssertionError(f"{self.kind} {n} of {count} raised nothing")
+            assert self.kind == "line", f"operation {n} of {count} raised nothing"
 
 
 def check(problem: Problem, disturbance: Disturbance) -> None:
