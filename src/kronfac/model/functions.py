@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kronfac.model.find import Site
+from kronfac.model.layout import BY_CONVENTION, PLAIN, Elementwise, ExampleDims, Layout
 from kronfac.model.nested import call_plainly, tensor_leaves
 from kronfac.model.unit import Unit
-from kronfac.model.uses import BY_CONVENTION, PLAIN, Elementwise, ExampleDims, Layout, Uses, Watch
+from kronfac.model.uses import Uses, Watch
 
 Function = Callable[..., Any]
 Observer = Callable[..., Any]

@@ -29,9 +29,9 @@ from kronfac.errors import StateError, UnsupportedModelError
 from kronfac.linalg import Matrices
 from kronfac.model.blocks import Blocks, Kind
 from kronfac.model.find import Site
+from kronfac.model.layout import ExampleDims
 from kronfac.model.side_effects import Buffers, put_back
 from kronfac.model.unit import Unit, parameters_of, refuse_dtypes
-from kronfac.model.uses import ExampleDims
 from kronfac.objective import Objective
 
 Placement = Sequence[tuple[torch.dtype, torch.device]]

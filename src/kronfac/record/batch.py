@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from kronfac.model.layout import BY_CONVENTION, ExampleDims
 from kronfac.model.nested import Ref, as_plain, fill, tensors_of
 from kronfac.model.own_pass import own_pass
 from kronfac.model.side_effects import Kept, RandomState, replay, start_from
-from kronfac.model.uses import BY_CONVENTION, ExampleDims
 from kronfac.objective import JOINED, READERS, Terms
 
 __all__ = ["Batch", "LossCall", "ModelCall", "Operation", "Pass", "Ref"]

@@ -104,7 +104,7 @@ def _unfit(network: Network, uses: Uses, number: int) -> str:
     if len(own) != 1:
         return "it is used more than once"
     tap = own[0].tap(
-        torch.zeros(uses.outputs[own[0].edge], dtype=unit.dtype, device=network.device)
+        torch.zeros(uses.outputs[own[0].edge].shape, dtype=unit.dtype, device=network.device)
     )
     if not isinstance(tap, Tap) or tap.transposed or not isinstance(tap.inputs, Tensor):
         return "it is no plain matrix product"

@@ -25,11 +25,11 @@ from torch.utils import _pytree as pytree
 
 from kronfac.linalg import take
 from kronfac.model.functions import record_uses
+from kronfac.model.layout import ExampleDims, by_example
 from kronfac.model.nested import keep_attributes
 from kronfac.model.network import Network
 from kronfac.model.own_pass import NoDropout
 from kronfac.model.side_effects import RandomState, replay
-from kronfac.model.uses import ExampleDims, by_example
 from kronfac.record.batch import Batch, LossCall, ModelCall, Operation, Pass
 
 TOLERANCE = 0.1

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from kronfac.model.blocks import Kind
 from kronfac.model.functions import SeeFunctions, observes
+from kronfac.model.layout import Layout
 from kronfac.model.registry import Layer, register
-from kronfac.model.uses import Layout
 
 FUNCTION = functional.multi_head_attention_forward
 SIGNATURE = inspect.signature(FUNCTION)

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from kronfac.model.blocks import Kind
 from kronfac.model.functions import SeeFunctions, not_a_view, observes
+from kronfac.model.layout import Layout
 from kronfac.model.registry import Layer, register
-from kronfac.model.uses import Layout
 
 PLACES = 1 / 4
 """The share of places that A is taken from: as good as all of them."""
@@ -25,142 +25,104 @@ LEAST_ROWS = 2048
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """How patches are cut out of an image."""
+class Patches:
+    """The patches of padded images, cut out when they are needed."""
 
+    x: Tensor  # (images, channels, …), padded
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
-
-    def windows(self, x: Tensor) -> Tensor:
-        """Patches of a padded input: a view (examples, *places, channels, *kernel)."""
-        dims = len(self.kernel)
-        sizes = [
-            (length - d * (k - 1) - 1) // s + 1
-            for length, k, s, d in zip(
-                x.shape[2:], self.kernel, self.stride, self.dilation, strict=True
-            )
-        ]
-        inner = x.stride()[2:]
-        strides = [
-            x.stride(0),
-            *(a * s for a, s in zip(inner, self.stride, strict=True)),
-            x.stride(1),
-            *(a * d for a, d in zip(inner, self.dilation, strict=True)),
-        ]
-        assert len(sizes) == dims
-        return x.as_strided((len(x), *sizes, x.shape[1], *self.kernel), strides, x.storage_offset())
-
-    def columns(self, x: Tensor) -> Tensor:
-        """Patches of a padded input, a copy (examples, channels · kernel, places)."""
-        windows, dims = self.windows(x), len(self.kernel)
-        places = windows.shape[1 : 1 + dims].numel()
-        last = windows.permute(0, *range(1 + dims, windows.dim()), *range(1, 1 + dims))
-        return last.reshape(len(x), -1, places)
-
-
-@dataclass(frozen=True)
-class Patches:
-    """The patches of an input, cut out when they are asked for."""
-
-    x: Tensor  # (examples, channels, …), padded
-    geometry: Geometry
     reverse: bool = False
     """Whether inputs ascend as the taps of the kernel descend, as in transposed convolutions."""
+    frames: int = 1
+    """The images of one example, one after the other: the frames of a video."""
+    constants: tuple[float, ...] = ()
+    """Further columns that are the same at every place, such as the ones of a bias."""
 
     @property
     def shape(self) -> torch.Size:
         """(examples, places, columns)."""
-        windows = self.geometry.windows(self.x)
-        dims = len(self.geometry.kernel)
-        places = windows.shape[1 : 1 + dims].numel()
-        return torch.Size((len(windows), places, windows.shape[1 + dims :].numel()))
+        sizes = self._sizes()
+        columns = self.x.shape[1] * torch.Size(self.kernel).numel() + len(self.constants)
+        examples = len(self.x) // self.frames
+        return torch.Size((examples, self.frames * sizes.numel(), columns))
 
     def all(self) -> Tensor:
-        """All of them, (examples, places, columns)."""
-        return self._by_tap(self.geometry.windows(self.x).reshape(self.shape))
-
-    def gradients(self, g: Tensor) -> Tensor:
-        """Σ_places g āᵀ of every example, (examples, rows, columns).
-
-        Patches with their places last are copied along the rows of the image, many numbers at a time.
-        """
-        return self._by_tap(g.mT @ self.geometry.columns(self.x).mT)
+        """ā, all of them."""
+        return self._columns(self._windows()).reshape(self.shape)
 
     def rows(self) -> Tensor:
-        """Some of them, (vectors, columns): see `sample_places`."""
-        examples = len(self.x)
-        sizes = self.geometry.windows(self.x).shape[1 : 1 + len(self.geometry.kernel)]
-        n, place = sample_places(examples, sizes, self.x.device)
-        corner = [c * s for c, s in zip(place, self.geometry.stride, strict=True)]
-        values = cut_out(self.x, n, corner, self.geometry)
-        return self._by_tap(values.view(len(n), -1, self.x.shape[1]).mT.flatten(1))
+        """ā at some of the places, (vectors, columns): see `sample_places`."""
+        places = sample_places(len(self.x), self._sizes(), self.x.device)
+        return self._columns(self._windows()[places])
 
-    def _by_tap(self, columns: Tensor) -> Tensor:
-        """(…, channels · kernel) in the order of the taps."""
-        if not self.reverse:
-            return columns
-        by_channel: Tensor = columns.unflatten(-1, (self.x.shape[1], -1))
-        return by_channel.flip(-1).flatten(-2)
+    def gradients(self, g: Tensor) -> Tensor:
+        """Σ_places g āᵀ of every example, (examples, rows, columns), for g (examples, places, rows)."""
+        windows, dims = self._windows(), len(self.kernel)
+        # With places last, patches are copied along the rows of the image, many numbers at a time.
+        order = (0, *range(1 + dims, windows.dim()), *range(1, 1 + dims))
+        places = self._sizes().numel()
+        patches = windows.permute(order).reshape(len(self.x), -1, places)
+        each = g.reshape(len(self.x), places, g.shape[-1])
+        found = self._in_order((each.mT @ patches.mT).unflatten(-1, (self.x.shape[1], -1)))
+        found = found.unflatten(0, (-1, self.frames)).sum(dim=1)
+        return torch.cat([found, *(c * g.sum(dim=1).unsqueeze(-1) for c in self.constants)], dim=-1)
 
     def select(self, index: slice) -> "Patches":
         """The patches of some of the examples."""
-        return replace(self, x=self.x[index])
+        start, stop, _ = index.indices(len(self.x) // self.frames)
+        return replace(self, x=self.x[start * self.frames : stop * self.frames])
+
+    def arranged(self, examples: int, constants: Sequence[float]) -> "Patches":
+        """The same images as those of so many examples, with further columns."""
+        return replace(self, frames=len(self.x) // examples, constants=tuple(constants))
+
+    def _sizes(self) -> torch.Size:
+        """The number of places along every dimension."""
+        sides = zip(self.x.shape[2:], self.kernel, self.stride, self.dilation, strict=True)
+        return torch.Size((length - d * (k - 1) - 1) // s + 1 for length, k, s, d in sides)
+
+    def _windows(self) -> Tensor:
+        """A view (images, *places, channels, *kernel)."""
+        first, channel, *inner = self.x.stride()
+        steps = (a * s for a, s in zip(inner, self.stride, strict=True))
+        taps = (a * d for a, d in zip(inner, self.dilation, strict=True))
+        sizes = (len(self.x), *self._sizes(), self.x.shape[1], *self.kernel)
+        strides = (first, *steps, channel, *taps)
+        return self.x.as_strided(sizes, strides, self.x.storage_offset())
+
+    def _columns(self, windows: Tensor) -> Tensor:
+        """(…, columns) from windows (…, channels, *kernel)."""
+        columns = self._in_order(windows.flatten(-len(self.kernel)))
+        if not self.constants:
+            return columns
+        constants = columns.new_tensor(self.constants)
+        return torch.cat([columns, constants.expand(*columns.shape[:-1], -1)], dim=-1)
+
+    def _in_order(self, taps: Tensor) -> Tensor:
+        """(…, channels · kernel) from (…, channels, kernel)."""
+        return (taps.flip(-1) if self.reverse else taps).flatten(-2)
 
 
-def sample_places(
-    examples: int, sizes: torch.Size, device: torch.device
-) -> tuple[Tensor, list[Tensor]]:
-    """Examples and coordinates of the places that A is taken from, (vectors,) each; `sizes` of all of them.
+def sample_places(images: int, sizes: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
+    """Images and coordinates of the places that A is taken from, (vectors,) each; `sizes` of all of them.
 
-    Evenly spaced, and shifted from example to example; all of them if there are few.
+    Evenly spaced, and shifted from image to image; all of them if there are few.
     """
     places = sizes.numel()
-    wanted = max(PLACES * places, min(LEAST_ROWS / examples, places))
+    wanted = max(PLACES * places, min(LEAST_ROWS / images, places))
     step = min(max(int(places / wanted), 1), places)  # of few places, one
-    n = torch.arange(examples, device=device)[:, None]
+    n = torch.arange(images, device=device)[:, None]
     place = (torch.arange(places // step, device=device) * step + n % step).flatten()
-    return n.expand(-1, places // step).flatten(), coordinates(place, sizes)
-
-
-def coordinates(place: Tensor, sizes: torch.Size) -> list[Tensor]:
-    """Where places are that are counted row by row."""
-    found: list[Tensor] = []
-    for size in reversed(sizes):
-        found.insert(0, place % size)
-        place = place // size
-    return found
-
-
-def cut_out(x: Tensor, n: Tensor, corner: Sequence[Tensor], geometry: Geometry) -> Tensor:
-    """Patches of images x (examples, channels, …) that begin at some places, (vectors, kernel · channels).
-
-    With all channels of a place together, so that it is copied at once.
-    """
-    images = x.movedim(1, -1)
-    index, taps = n, n.new_zeros(1)
-    shape = zip(images.shape[1:-1], corner, geometry.kernel, geometry.dilation, strict=True)
-    for size, first, k, dilation in shape:
-        index = index * size + first
-        taps = (taps[:, None] * size + torch.arange(k, device=n.device) * dilation).flatten()
-    chosen = (index[:, None] + taps).flatten()
-    return images.flatten(0, -2).index_select(0, chosen).view(len(n), len(taps) * x.shape[1])
+    return n.expand(-1, places // step).flatten(), *torch.unravel_index(place, sizes)
 
 
 def _tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     return (value,) * dims if isinstance(value, int) else tuple(value) * (dims // len(value))
 
 
-def _padded(x: Tensor, padding: str | int | Sequence[int], geometry: Geometry) -> Tensor:
-    """The input with zeros around it."""
-    dims = len(geometry.kernel)
-    if padding == "valid":
-        return x
-    if isinstance(padding, str):  # "same": the odd one of them goes to the end
-        total = [d * (k - 1) for d, k in zip(geometry.dilation, geometry.kernel, strict=True)]
-        sides = [(t // 2, t - t // 2) for t in total]
-    else:
-        sides = [(p, p) for p in _tuple(padding, dims)]
+def _pad(x: Tensor, sides: Sequence[tuple[int, int]]) -> Tensor:
+    """Images with zeros on both sides of every dimension."""
     if not any(map(any, sides)):
         return x
     return functional.pad(x, [side for pair in reversed(sides) for side in pair])
@@ -179,11 +141,24 @@ def _observe(
     groups: int = 1,
 ) -> Tensor:
     outputs = not_a_view(function(input, weight, bias, stride, padding, dilation, groups))
-    _give_up_derived(see, function, weight)
-    if see.parameter(weight) is not None or see.parameter(bias) is not None:
-        geometry = Geometry(tuple(weight.shape[2:]), _tuple(stride, dims), _tuple(dilation, dims))
-        x = _padded(_batch(input, dims).to(weight.dtype), padding, geometry)
-        _record(see, outputs, Patches(x, geometry), weight, bias, groups, input)
+    if not _concerns(see, function, weight, bias):
+        return outputs
+    kernel, dilation = tuple(weight.shape[2:]), _tuple(dilation, dims)
+    if padding == "same":  # the odd one of them goes to the end
+        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        sides = [(t // 2, t - t // 2) for t in total]
+    else:
+        sides = [(p, p) for p in _tuple(0 if padding == "valid" else padding, dims)]
+    x = _pad(_batch(input, dims).to(weight.dtype), sides)
+    _record(
+        see,
+        outputs,
+        Patches(x, kernel, _tuple(stride, dims), dilation),
+        weight,
+        bias,
+        groups,
+        input,
+    )
     return outputs
 
 
@@ -200,53 +175,49 @@ def _observe_transposed(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Tensor:
+    """An input at place i reaches the outputs o = i · stride + k · dilation − padding, by tap k.
+
+    Seen from an output, that is a patch of the input with zeros between its places, in which inputs ascend
+    as taps descend.
+    """
     arguments = (stride, padding, output_padding, groups, dilation)
     outputs = not_a_view(function(input, weight, bias, *arguments))
-    _give_up_derived(see, function, weight)
     known: Tensor | None = weight
     if see.parameter(weight) is not None and not see.uses.swapped(weight):
         see.give_up([weight], function)
         known = None
-    if see.parameter(known) is not None or see.parameter(bias) is not None:
-        kernel = tuple(weight.shape[2:])
-        spread = Geometry(kernel, _tuple(stride, dims), _tuple(dilation, dims))
-        x = _batch(input, dims).to(weight.dtype)
-        x = _spread(x, spread, _tuple(padding, dims), _tuple(output_padding, dims))
-        patches = Patches(x, replace(spread, stride=(1,) * dims), reverse=True)
-        _record(see, outputs, patches, known, bias, groups, input)
+    if not _concerns(see, function, known, bias):
+        return outputs
+    kernel, dilation = tuple(weight.shape[2:]), _tuple(dilation, dims)
+    steps, more = _tuple(stride, dims), _tuple(output_padding, dims)
+    inputs = _batch(input, dims).to(weight.dtype)
+    sizes = [(n - 1) * s + 1 for n, s in zip(inputs.shape[2:], steps, strict=True)]
+    wide = inputs.new_zeros(*inputs.shape[:2], *sizes)
+    places: Any = (..., *(slice(None, None, s) for s in steps))
+    wide[places] = inputs
+    sides = zip(kernel, dilation, _tuple(padding, dims), more, strict=True)
+    x = _pad(wide, [(d * (k - 1) - p, d * (k - 1) - p + extra) for k, d, p, extra in sides])
+    patches = Patches(x, kernel, (1,) * dims, dilation, reverse=True)
+    _record(see, outputs, patches, known, bias, groups, input)
     return outputs
 
 
-def _give_up_derived(see: SeeFunctions, function: Callable[..., Tensor], weight: Tensor) -> None:
-    """Note that a weight is computed from parameters, if it is."""
+def _concerns(
+    see: SeeFunctions,
+    function: Callable[..., Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> bool:
+    """Whether there is a use to record; a weight that is computed from parameters is given up."""
     if (derived := see.derived(weight)) is not None:
         see.give_up(derived.roots, function, computed=True)
+    return see.parameter(weight) is not None or see.parameter(bias) is not None
 
 
 def _batch(x: Tensor, dims: int) -> Tensor:
-    """(examples, channels, …) without a graph."""
+    """(images, channels, …) without a graph, from one image or several."""
     x = x.detach()
     return x if x.dim() == dims + 2 else x.unsqueeze(0)
-
-
-def _spread(
-    x: Tensor, spread: Geometry, padding: tuple[int, ...], output_padding: tuple[int, ...]
-) -> Tensor:
-    """The image whose patches a transposed convolution multiplies with its weight.
-
-    An input at place i reaches the outputs o = i · stride + k · dilation − padding, by tap k. Seen from an
-    output, that is a patch of the input with zeros between its places, in which inputs ascend as taps
-    descend.
-    """
-    sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], spread.stride, strict=True)]
-    wide = x.new_zeros(*x.shape[:2], *sizes)
-    strided = tuple(slice(None, None, s) for s in spread.stride)
-    wide[(slice(None), slice(None), *strided)] = x
-    reach = [d * (k - 1) for d, k in zip(spread.dilation, spread.kernel, strict=True)]
-    sides = [
-        (r - p, r - p + more) for r, p, more in zip(reach, padding, output_padding, strict=True)
-    ]
-    return functional.pad(wide, [side for pair in reversed(sides) for side in pair])
 
 
 def _record(
@@ -259,13 +230,13 @@ def _record(
     source: Tensor,
 ) -> None:
     """Record a product with patches."""
-    dims = len(patches.geometry.kernel)
+    dims = len(patches.kernel)
     own_weight, own_bias = see.parameter(weight), see.parameter(bias)
     if groups == 1:
         layout = Layout(partial(_last, dims=dims), dim=0)
         see.uses.product(outputs, [(own_weight, patches), (own_bias, None)], layout, source)
         return
-    # (examples, groups · channels, …) → (groups, examples, places, channels · kernel)
+    # (images, groups · channels, …) → (groups, images, places, channels · kernel)
     apart = patches.x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)
     columns = replace(patches, x=apart).all().unflatten(0, (groups, -1))
     arrange = partial(_by_group, groups=groups, dims=dims)
@@ -273,14 +244,13 @@ def _record(
 
 
 def _last(g: Tensor, dims: int) -> Tensor:
-    """(examples, places, channels) from (examples, channels, …)."""
-    g = g if g.dim() == dims + 2 else g.unsqueeze(0)
-    last: Tensor = g.flatten(2).mT
+    """(images, places, channels) from (images, channels, …)."""
+    last: Tensor = _batch(g, dims).flatten(2).mT
     return last
 
 
 def _by_group(g: Tensor, groups: int, dims: int) -> Tensor:
-    """(groups, examples, places, channels / groups) from (examples, channels, …)."""
+    """(groups, images, places, channels / groups) from (images, channels, …)."""
     grouped: Tensor = _last(g, dims).unflatten(-1, (groups, -1)).movedim(-2, 0)
     return grouped
 

@@ -9,8 +9,8 @@ from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from kronfac.model.functions import Function, SeeFunctions, not_a_view, observes
+from kronfac.model.layout import Layout
 from kronfac.model.registry import Layer, register, register_name
-from kronfac.model.uses import Layout
 
 
 class LinearAdapter(Layer):

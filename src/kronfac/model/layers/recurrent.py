@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kronfac.model.functions import Function, SeeFunctions, observes
+from kronfac.model.layout import Layout
 from kronfac.model.registry import Layer, register
-from kronfac.model.uses import Layout
 
 Step = Callable[..., tuple[Tensor, ...]]
 """From s and q of one time step, and the states before it, to the states after it, h first."""
