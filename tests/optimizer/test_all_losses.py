@@ -1,6 +1,8 @@
 """Every loss at the front door: closures of K-FAC's own and of the user, heads, passes, residuals."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from kronfac.errors import (
     UnsupportedModelError,
 )
 from tests.conftest import mlp, normal, seeded
+from tests.optimizer.runs import closure_of
 
 N = 40
 X = normal(N, 4)
@@ -91,18 +94,26 @@ class Joined(nn.Module):
         return torch.cat(self.pair(x), dim=1)
 
 
-def called(loss: nn.Module, outputs: Any, y: Tensor) -> Tensor:
+def called(loss: Any, outputs: Any, y: Tensor) -> Tensor:
     return loss(outputs[0], y, outputs[1]) if isinstance(outputs, tuple) else loss(outputs, y)
 
 
-def own(optimizer: KFAC, loss: nn.Module, y: Tensor):
+def own(optimizer: KFAC, loss: Any, y: Tensor):
+    return closure_of(optimizer, partial(called, loss), X, y)
+
+
+def step_with(optimizer: KFAC, objective: Callable[[], Tensor]) -> Tensor:
+    """A step on a loss that takes neither inputs nor targets; without an event."""
+
     def closure() -> Tensor:
         optimizer.zero_grad()
-        value = called(loss, optimizer.model(X), y)
-        value.backward()
-        return value
+        loss = objective()
+        loss.backward()
+        return loss
 
-    return closure
+    value = optimizer.step(closure)
+    assert not optimizer.report.events
+    return value
 
 
 def same(one: nn.Module, other: nn.Module, **tolerance: float) -> None:
@@ -123,6 +134,14 @@ def test_it_trains_and_every_loss_is_seen(name):
 
 
 @each_loss
+def test_the_empirical_fisher_has_the_targets(name):
+    make, loss, y = LOSSES[name]
+    optimizer = KFAC(make(), loss, fisher="empirical")
+    optimizer.step(optimizer.closure(X, y))
+    assert not optimizer.report.refused
+
+
+@each_loss
 @pytest.mark.parametrize("fisher", ["sampled", "exact"])
 def test_closures_of_both_kinds_and_micro_batches_take_the_same_step(name, fisher):
     make, loss, y = LOSSES[name]
@@ -139,93 +158,89 @@ def test_closures_of_both_kinds_and_micro_batches_take_the_same_step(name, fishe
     same(models[0], models[2])
 
 
-@each_loss
-def test_the_empirical_fisher_has_the_targets(name):
-    make, loss, y = LOSSES[name]
-    optimizer = KFAC(make(), loss, fisher="empirical")
-    optimizer.step(optimizer.closure(X, y))
-    assert not optimizer.report.refused
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "y"),
-    [
-        (nn.NLLLoss(WEIGHT), nn.CrossEntropyLoss(WEIGHT), PADDED),
-        (nn.BCELoss(), nn.BCEWithLogitsLoss(), GREY),
-    ],
-)
-def test_a_loss_behind_its_own_link_takes_the_step_of_both_in_one(one, other, y):
-    """The Fisher does not depend on how the predictive distribution is parametrised."""
-    link = nn.LogSoftmax(dim=1) if isinstance(one, nn.NLLLoss) else nn.Sigmoid()
-    linked, plain = network(link), network()
-    for model, loss in ((linked, one), (plain, other)):
-        optimizer = KFAC(model, loss, fisher="exact")
-        for _ in range(3):
-            optimizer.step(optimizer.closure(X, y))
-    same(linked, plain, rtol=1e-6, atol=1e-8)
-
-
-# ------------------------------------------------------------------------------------ mean and variance
-
-
 class Inside(nn.Module):
-    """A model that computes its loss."""
+    """A model that computes its loss, with a variance of its own or a given one."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: nn.Module) -> None:
         super().__init__()
-        self.pair = Pair()
+        self.body = body
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        mean, variance = self.pair(x)
+    def forward(self, x: Tensor, y: Tensor, variance: Tensor | None = None) -> Tensor:
+        outputs = self.body(x)
+        mean, variance = outputs if variance is None else (outputs, variance)
         return functional.gaussian_nll_loss(mean, y, variance)
 
 
-def test_mean_and_variance_inside_the_model():
-    inside, outside = Inside(), Pair()
-    optimizers = [KFAC(model, nn.GaussianNLLLoss(), fisher="exact") for model in (inside, outside)]
-
-    def closure() -> Tensor:
-        inside.zero_grad()
-        loss = inside(X, REAL)
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        optimizers[0].step(closure)
-        optimizers[1].step(optimizers[1].closure(X, REAL))
-        assert not optimizers[0].report.events
-    same(inside, outside)
+def masked(z: Tensor, y: Tensor) -> Tensor:
+    each = functional.cross_entropy(z, CLASSES, reduction="none")
+    kept = y >= 0
+    return (each * kept).sum() / kept.sum()
 
 
-def test_known_variances_inside_the_model():
-    """As many as the means, or a number; they are no part of what is learned."""
-    known = normal(N, 3, seed=6).exp()
+VARIANCE = normal(N, 3, seed=6).exp()
+# Two ways to compute a loss that take the same steps: model, loss module, objective.
+Way = tuple[nn.Module, nn.Module, Callable[[nn.Module], Tensor]]
 
-    class Known(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean = network()
 
-        def forward(self, x: Tensor, y: Tensor, variance: Tensor) -> Tensor:
-            return functional.gaussian_nll_loss(self.mean(x), y, variance)
+def by_module(model: nn.Module, loss: nn.Module, y: Tensor) -> Way:
+    return model, loss, lambda m: called(loss, m(X), y)
 
-    inside, outside = Known(), network()
-    optimizers = [KFAC(model, nn.MSELoss(), fisher="exact") for model in (inside, outside)]
 
-    def closure(loss: Any) -> Tensor:
-        value = loss()
-        value.backward()
-        return value
+EQUAL: dict[str, Callable[[], tuple[Way, Way]]] = {
+    # The Fisher does not depend on how the predictive distribution is parametrised.
+    "nll behind its link": lambda: (
+        by_module(network(nn.LogSoftmax(dim=1)), nn.NLLLoss(WEIGHT), PADDED),
+        by_module(network(), nn.CrossEntropyLoss(WEIGHT), PADDED),
+    ),
+    "bce behind its link": lambda: (
+        by_module(network(nn.Sigmoid()), nn.BCELoss(), GREY),
+        by_module(network(), nn.BCEWithLogitsLoss(), GREY),
+    ),
+    "mean and variance inside the model": lambda: (
+        (Inside(Pair()), nn.GaussianNLLLoss(), lambda m: m(X, REAL)),
+        by_module(Pair(), nn.GaussianNLLLoss(), REAL),
+    ),
+    # As many as the means; they are no part of what is learned.
+    "known variances inside the model": lambda: (
+        (Inside(network()), nn.MSELoss(), lambda m: m(X, REAL, VARIANCE)),
+        (
+            network(),
+            nn.MSELoss(),
+            lambda m: functional.gaussian_nll_loss(m(X), REAL, VARIANCE),
+        ),
+    ),
+    "a mask by hand": lambda: (
+        (network(), nn.CrossEntropyLoss(), lambda m: masked(m(X), PADDED)),
+        by_module(network(), nn.CrossEntropyLoss(), PADDED),
+    ),
+    "residuals": lambda: (
+        (network(), nn.MSELoss(), lambda m: kronfac.least_squares(m(X) - REAL)),
+        by_module(network(), nn.MSELoss(), REAL),
+    ),
+}
 
-    for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        optimizers[0].step(lambda: closure(lambda: inside(X, REAL, known)))
-        optimizers[1].step(
-            lambda: closure(lambda: functional.gaussian_nll_loss(outside(X), REAL, known))
-        )
-        assert not any(optimizer.report.events for optimizer in optimizers)
-    same(inside, outside)
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_two_ways_to_compute_a_loss_take_the_same_steps(name):
+    ways = EQUAL[name]()
+    for model, loss, objective in ways:
+        optimizer = KFAC(model, loss, fisher="exact")
+        for _ in range(4):
+            step_with(optimizer, partial(objective, model))
+    same(ways[0][0], ways[1][0], rtol=1e-6, atol=1e-8)
+
+
+# ----------------------------------------------------------------------------------------- refusals
+
+
+def by_hand(optimizer: KFAC) -> Tensor:
+    mean, variance = optimizer.model(X)
+    return (variance.log() + (mean - REAL).square() / variance).mean() / 2
+
+
+def maximised(optimizer: KFAC) -> Tensor:
+    each = functional.mse_loss(optimizer.model(X), REAL, reduction="none")
+    return each[:, 0].mean() - each[:, 1].mean()
 
 
 def test_a_model_that_returns_no_pair_is_refused():
@@ -234,53 +249,39 @@ def test_a_model_that_returns_no_pair_is_refused():
         optimizer.step(optimizer.closure(X, REAL))
 
 
-def test_a_pair_whose_loss_is_not_called_is_refused():
-    optimizer = KFAC(Pair(), nn.GaussianNLLLoss())
-
-    def closure() -> Tensor:
-        mean, variance = optimizer.model(X)
-        loss = (variance.log() + (mean - REAL).square() / variance).mean() / 2
-        loss.backward()
-        return loss
-
-    with pytest.raises(ClosureError, match="did not call GaussianNLLLoss where KFAC sees it"):
-        optimizer.step(closure)
-
-
 def test_targets_of_a_pair_that_torch_would_broadcast_are_refused():
     optimizer = KFAC(Pair(), nn.GaussianNLLLoss())
     with pytest.raises(TargetError, match="of the means' shape"):
         optimizer.step(optimizer.closure(X, REAL[:, :1]))
 
 
+@pytest.mark.parametrize(
+    ("make", "loss", "objective", "error", "message"),
+    [
+        (Pair, nn.GaussianNLLLoss(), by_hand, ClosureError, "did not call GaussianNLLLoss where"),
+        (network, nn.MSELoss(), maximised, UnsupportedLossError, "losses that are minimised"),
+    ],
+)
+def test_a_loss_that_is_not_seen_or_maximised_is_refused(make, loss, objective, error, message):
+    optimizer = KFAC(make(), loss)
+    with pytest.raises(error, match=message):
+        step_with(optimizer, partial(objective, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "message"),
+    [
+        (-1.0, ValueError, "a weight of at least 0"),
+        (float("nan"), ValueError, "a weight of at least 0"),
+        (torch.ones(3), TargetError, r"one weight, or \(40,\)"),
+    ],
+)
+def test_weights_of_residuals_that_do_not_fit_are_refused(weight, error, message):
+    with pytest.raises(error, match=message):
+        kronfac.least_squares(REAL, weight)
+
+
 # -------------------------------------------------------------------------------- several losses a step
-
-
-def test_a_mask_by_hand_is_the_same_as_ignored_targets():
-    by_hand, ignored = network(), network()
-    optimizers = [KFAC(model, nn.CrossEntropyLoss()) for model in (by_hand, ignored)]
-    kept = PADDED >= 0
-
-    def masked(z: Tensor, y: Tensor) -> Tensor:
-        each = functional.cross_entropy(z, CLASSES, reduction="none")
-        return (each * kept).sum() / kept.sum()
-
-    for _ in range(4):
-        optimizers[0].step(own(optimizers[0], masked, PADDED))
-        optimizers[1].step(own(optimizers[1], nn.CrossEntropyLoss(), PADDED))
-        assert not optimizers[0].report.events
-    same(by_hand, ignored)
-
-
-def test_a_loss_without_a_reduction_that_is_maximised_is_refused():
-    optimizer = KFAC(network(), nn.MSELoss())
-
-    def maximised(z: Tensor, y: Tensor) -> Tensor:
-        each = functional.mse_loss(z, y, reduction="none")
-        return each[:, 0].mean() - each[:, 1].mean()
-
-    with pytest.raises(UnsupportedLossError, match="losses that are minimised"):
-        optimizer.step(own(optimizer, maximised, REAL))
 
 
 @pytest.mark.parametrize("name", ["huber", "poisson", "nll", "gaussian nll", "gauss-newton"])
@@ -316,39 +317,10 @@ def test_passes_may_have_losses_of_different_kinds():
             model(X[25:])[:, :2] - REAL[25:, :2], 0.5
         )
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        value = loss()
-        value.backward()
-        return value
-
     before = float(loss().detach())
     for _ in range(8):
-        value = optimizer.step(closure)
-        assert not optimizer.report.events
+        value = step_with(optimizer, loss)
     assert float(value.detach()) < 0.7 * before
-
-
-def test_residuals_are_least_squares_with_their_targets():
-    """The same steps as with `mse_loss`, and the loss is seen: the closure is called once a step."""
-    calls = 0
-    plain, residual = network(), network()
-    optimizers = [KFAC(model, nn.MSELoss(), fisher="exact") for model in (plain, residual)]
-
-    def closure() -> Tensor:
-        nonlocal calls
-        calls += 1
-        residual.zero_grad()
-        loss = kronfac.least_squares(residual(X) - REAL)
-        loss.backward()
-        return loss
-
-    for _ in range(4):
-        optimizers[0].step(own(optimizers[0], nn.MSELoss(), REAL))
-        optimizers[1].step(closure)
-        assert not optimizers[1].report.events
-    assert calls == 4
-    same(plain, residual)
 
 
 class Equation(nn.Module):
@@ -380,17 +352,6 @@ def test_a_differential_equation_with_a_boundary_value():
         optimizer.step(closure)
         assert not [e for e in optimizer.report.events if e.kind == "loss_not_seen"]
     assert float((model.u(t).detach() - (-t).exp()).abs().max()) < 0.02
-
-
-@pytest.mark.parametrize("weight", [-1.0, float("nan")])
-def test_weights_of_residuals_that_are_none_are_refused(weight):
-    with pytest.raises(ValueError, match="a weight of at least 0"):
-        kronfac.least_squares(REAL, weight)
-
-
-def test_weights_of_residuals_that_do_not_fit_are_refused():
-    with pytest.raises(TargetError, match=r"one weight, or \(40,\)"):
-        kronfac.least_squares(REAL, torch.ones(3))
 
 
 def test_a_loss_can_be_copied_and_saved():
