@@ -1,13 +1,12 @@
 """Steps inside `torch.autocast`: the closure in half precision, K-FAC in the parameters' own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 from kronfac import KFAC, LevenbergMarquardtRule
 from kronfac.curvature import ApproximateInverse
@@ -74,6 +73,10 @@ INVERSES: dict[str, str | ApproximateInverse] = {
 }
 
 
+def flat(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
 @pytest.mark.parametrize("chunk", [None, 24])
 @pytest.mark.parametrize("inverse", INVERSES)
 def test_training_in_half_precision(inverse: str, chunk: int | None) -> None:
@@ -89,23 +92,34 @@ def test_training_in_half_precision(inverse: str, chunk: int | None) -> None:
     # The same rows at other parameters have another loss, also for the closure.
     judged = [rho for rho in ratios if rho is not None]
     assert any(0.5 < rho < 1.5 for rho in judged), judged
-    state = optimizer._state
-    assert {M.dtype for M in tensors_in(state.curvature)} == {torch.float32}
-    assert state.step.momentum is not None
-    assert {V.dtype for V in state.step.momentum} == {torch.float32}
+    found = {t.dtype for t in tensors_in(optimizer.state_dict())}
+    assert found == {torch.float32, torch.uint8}, "K-FAC's own state is in full precision"
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
 
 
+def run(ways: Sequence[Callable[[KFAC, Tensor, Tensor], None]]) -> Tensor:
+    model, x, y = problem()
+    optimizer = KFAC(model, nn.MSELoss(), fisher=SampledFisher(seed=0))
+    for way in ways:
+        way(optimizer, x, y)
+    return flat(model)
+
+
+def in_full(optimizer: KFAC, x: Tensor, y: Tensor) -> None:
+    optimizer.step(optimizer.closure(x, y))
+
+
+def switched_off(optimizer: KFAC, x: Tensor, y: Tensor) -> None:
+    with torch.autocast("cpu", enabled=False):
+        in_full(optimizer, x, y)
+
+
 def test_around_the_step_or_inside_the_closure_is_the_same() -> None:
-    found = []
+    expected = run([around] * 8)
     for way in WAYS.values():
-        model, x, y = problem()
-        optimizer = KFAC(model, nn.MSELoss(), fisher=SampledFisher(seed=0))
-        for _ in range(8):
-            way(optimizer, x, y)
-        found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
-    for other in found[1:]:
-        assert_close(other, found[0], rtol=0, atol=0)
+        assert torch.equal(run([way] * 8), expected)
+    assert not torch.equal(run([in_full] * 8), expected)
+    assert torch.equal(run([switched_off] * 8), run([in_full] * 8))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -204,79 +218,42 @@ def test_float16_with_a_scaled_loss() -> None:
     assert full_loss(model, x, y) < 0.01 * before
 
 
-def test_the_closure_sees_the_parameters_of_every_step() -> None:
-    """Autocast keeps weights in half precision; in one context they would be those of the first step."""
+# Autocast keeps weights in half precision until its outermost context ends.
+
+
+def test_evaluations_between_steps_see_the_parameters_that_there_are() -> None:
+    """Those of the last step, or after one that failed those before it; closures do so too."""
     model, x, y = problem()
-    optimizer = KFAC(model, nn.MSELoss(), fisher=SampledFisher(seed=0))
-    with half():
-        for _ in range(5):
-            optimizer.step(optimizer.closure(x, y))
-        returned = optimizer.step(optimizer.closure(x, y))
-    assert optimizer.report is not None
-    # The loss before the last step, in half precision: of these parameters without that step.
-    delta = optimizer._state.step.momentum
-    assert delta is not None
-    optimizer.network.move(delta, -1.0)
-    with half():
-        expected = nn.functional.mse_loss(model(x).float(), y)
-    assert float(returned) == pytest.approx(float(expected.detach()), rel=0.02)
-
-
-def test_an_evaluation_after_a_step_sees_its_parameters() -> None:
-    model, x, y = problem()
-    optimizer = KFAC(model, nn.MSELoss(), fisher=SampledFisher(seed=0))
-    with half():
-        before = model(x)
-        optimizer.step(optimizer.closure(x, y))
-        after = model(x).detach()
-    with half():
-        expected = model(x).detach()
-    assert not torch.equal(before.detach(), expected)
-    assert_close(after, expected, rtol=0, atol=0)
-
-
-def test_an_evaluation_after_a_step_that_failed_sees_the_parameters_before_it() -> None:
-    """Also where autocast has cached the weights that the closure wrote."""
-    model, x, _ = problem()
     optimizer = KFAC(model, nn.MSELoss())
+    plain_closure = plain(optimizer, x, y, upcast=False)
 
-    def closure() -> Tensor:
+    def failing() -> Tensor:
         with torch.no_grad():
             model[0].weight.add_(1.0)
         model(x)
         raise ZeroDivisionError
 
-    with half():
-        before = model(x).detach()
-        with pytest.raises(ZeroDivisionError):
-            optimizer.step(closure)
-        assert_close(model(x).detach(), before, rtol=0, atol=0)
+    def check() -> None:
+        """What there is in the cache is what the parameters are."""
+        cached = model(x).detach()
         torch.clear_autocast_cache()
-        assert_close(model(x).detach(), before, rtol=0, atol=0)
+        assert torch.equal(cached, model(x).detach())
 
-
-def test_an_evaluation_without_gradients_before_a_step_does_not_matter() -> None:
-    """It leaves weights without a graph in autocast's cache."""
-    model, x, y = problem()
-    optimizer = KFAC(model, nn.MSELoss())
     with half():
         with torch.no_grad():
-            model(x)
-        optimizer.step(optimizer.closure(x, y))
-        optimizer.step(plain(optimizer, x, y, upcast=False))
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_switched_off_it_changes_nothing() -> None:
-    found = []
-    for context in (nullcontext(), torch.autocast("cpu", enabled=False)):
-        model, x, y = problem()
-        optimizer = KFAC(model, nn.MSELoss(), fisher=SampledFisher(seed=0))
-        with context:
-            for _ in range(6):
-                optimizer.step(optimizer.closure(x, y))
-        found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
-    assert_close(found[0], found[1], rtol=0, atol=0)
+            model(x)  # leaves weights without a graph in the cache
+        for closure in (optimizer.closure(x, y), plain_closure):
+            before, expected = model(x).detach(), full_loss(model, x, y)
+            returned = optimizer.step(closure)
+            assert float(returned) == pytest.approx(expected, rel=0.02)
+            assert all(p.grad is not None for p in model.parameters())
+            assert not torch.equal(before, model(x).detach())
+            check()
+        before = model(x).detach()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(failing)
+        assert torch.equal(model(x).detach(), before)
+        check()
 
 
 def test_the_callers_setting_is_there_again() -> None:
