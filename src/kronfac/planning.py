@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -32,7 +33,7 @@ from kronfac.curvature import (
     Tap,
     Taps,
 )
-from kronfac.errors import ExampleError, KronfacError
+from kronfac.errors import ExampleError, UnsupportedModelError
 from kronfac.kfac import KFAC
 from kronfac.linearize import ByHand, Traced, linearize
 from kronfac.linearize.base import WRONG_TANGENTS
@@ -53,6 +54,13 @@ FEW = 8
 """Examples that are counted, if the mini-batch can be divided into examples."""
 FIRST, LATER = range(2, 102), range(101, 201)
 """Iterations that show what the rules ask for at first, and how often once they have settled."""
+CALL = 7e5
+"""Multiplications of large matrix products that take as long as one call of a torch function, with autograd
+and the Python around it, on a CPU. `kronfac bench network-step` compares plans with measurements."""
+UPDATE_CALLS, STEP_CALLS, REFRESH_CALLS, PRODUCT_CALLS = 4, 40, 10, 3
+"""Calls of SGD's update, of a step besides its passes, of a unit's damped inverse and of its product."""
+WITHOUT_GRAPH = 1 / 3
+"""What a call counts in finite differences, where no graph is made."""
 BY_HAND, FORWARD_MODE, FINITE_DIFFERENCES = "by hand", "forward mode", "finite differences"
 
 
@@ -95,11 +103,8 @@ class Plan:
     """The type of the model."""
     rows: tuple[Row, ...]
     """One for every unit."""
-    noise: int
-    """Bytes of state besides that of the rows while mini-batches are noisy."""
     cost: Mapping[str, float]
-    """SGD steps that a step costs, by part: its multiplications over those of a forward and a backward pass
-    over the mini-batch and SGD's update."""
+    """SGD steps that a step costs, by part; each is a forward pass, a backward pass and an update."""
     engine: str
     """How Fisher products are computed: `"by hand"`, `"forward mode"` or `"finite differences"`."""
     examples: int
@@ -148,12 +153,11 @@ class Plan:
             more = f" and {len(self.frozen) - 6} more" if len(self.frozen) > 6 else ""
             lines.append(f"Frozen: {', '.join(self.frozen[:6])}{more}")
         parts = ", ".join(f"{name} {value:.2f}" for name, value in self.cost.items())
-        noisy = f" (up to {readable(self.noise)} more while mini-batches are noisy)"
         lines += [
             f"Fisher products: {self.engine}, on {self.fisher_examples} of {self.examples} examples; "
             f"statistics on {self.statistics_examples}",
             f"A step costs {self.sgd_steps:.1f} SGD steps: {parts}",
-            f"State: {readable(self.state)}" + (noisy if self.noise else ""),
+            f"State: {readable(self.state)}",
         ]
         return "\n".join(lines)
 
@@ -203,17 +207,21 @@ def plan(
         example: a mini-batch as the model is called with: a tensor, a tuple of arguments, or a dict of
             keyword arguments.
         targets: for the loss. None if the model computes its loss itself, or if they are not known: the
-            loss module and the model's outputs are usually enough. They are not used on the `meta` device,
-            where models can be planned for that fit in no memory.
+            loss module and the model's outputs are usually enough.
         **settings: those of `KFAC`.
 
     Raises:
         ExampleError: the model can't be called with the example, or the targets don't fit.
-        UnsupportedModelError: `KFAC` would refuse the model.
+        UnsupportedModelError: `KFAC` would refuse the model, or its parameters have no values.
     """
     optimizer = KFAC(model, loss, **settings)
     optimizer.close()
     network = optimizer.network
+    if network.device.type == "meta":
+        raise UnsupportedModelError(
+            "kronfac.plan runs the model, and can't run one on the meta device. Plan for a narrower model "
+            "of the same kind."
+        )
     weight_decay = max(group["weight_decay"] for group in optimizer.param_groups)
     with _untouched(network), full_precision(network.device) as callers:
         batch = record_example(model, network, example, targets, callers)
@@ -232,12 +240,16 @@ def _plan(network: Network, batch: Batch, settings: Settings, weight_decay: floa
     chains = find_chains(network, batch.passes[0]) if settings.inverse.couples else None
     pieces = [piece for piece in chains.pieces if len(piece) > 1] if chains else []
     links = {pair[0]: pair[1] for piece in pieces for pair in pairwise(piece)}
-    vectors = _vectors(settings)
+    validates = any(settings.damping.measures(k) == "next" for k in FIRST)
+    vectors = (
+        3 if validates and settings.acceptance.rejection is not None else 1
+    )  # momentum; to undo
     if settings.inverse.wants_factors(shapes, batch.examples, weight_decay) and weight_decay:
         vectors += 1  # η F̆⁻¹θ
     costs, numbers = [], []
-    for n, (unit, seen) in enumerate(zip(network.units, found.units, strict=True)):
-        moments, cost = sum(t.numel() for t in tensors_in(seen.moments)), seen.inverse
+    for n, (unit, (estimated, _, _)) in enumerate(zip(network.units, found.units, strict=True)):
+        moments = sum(t.numel() for t in tensors_in(estimated))
+        cost = settings.inverse.cost(estimated)
         if n in links:
             following = shapes[links[n]]
             cost = cost + settings.inverse.cost_between(unit.shape, following)
@@ -253,7 +265,7 @@ def _plan(network: Network, batch: Batch, settings: Settings, weight_decay: floa
             parameters=unit.names,
             shape=unit.shape,
             block=unit.block.describe(*unit.shape),
-            factors=_sizes(found.units[n].moments),
+            factors=_sizes(found.units[n][0]),
             state=unit.parameters[0].element_size() * numbers[n],
             cost=cost_by_unit[n],
             fallback=isinstance(unit.block, DiagonalBlock) or not unit.observed,
@@ -262,13 +274,10 @@ def _plan(network: Network, batch: Batch, settings: Settings, weight_decay: floa
         )
         for n, unit in enumerate(network.units)
     ]
-    memory = settings.step_rule.long_memory
-    noisy = 0 if memory is None else 1 + (memory.averaged is not None)
     trained = {id(p) for p in network.parameters}
     return Plan(
         model=type(network.model).__name__,
         rows=tuple(rows),
-        noise=noisy * sum(p.numel() * p.element_size() for p in network.parameters),
         cost=cost_by_part,
         engine=found.engine,
         examples=batch.examples,
@@ -292,13 +301,6 @@ def _why(network: Network, unit: Unit) -> str:
     return ""
 
 
-def _vectors(settings: Settings) -> int:
-    """Vectors in parameter space that the state has: momentum, and those that undo a step."""
-    validates = any(settings.damping.measures(k) == "next" for k in FIRST)
-    undo = 2 if validates and settings.acceptance.rejection is not None else 0
-    return 1 + undo
-
-
 def _candidates(settings: Settings, weight_decay: float) -> int:
     """How many γ a refresh tries once λ has settled."""
     m = Measurement(lambda_=1.0, weight_decay=weight_decay)
@@ -317,36 +319,57 @@ def _curvature_examples(network: Network, batch: Batch, settings: Settings) -> t
     return S1.examples, S2.examples
 
 
+def _sizes(moments: Moments) -> str:
+    named = [(name, value) for name, value in vars(moments).items() if isinstance(value, Tensor)]
+    return ", ".join(f"{name} {'×'.join(map(str, value.shape))}" for name, value in named)
+
+
 # ---------------------------------------------------------------------------------------------- cost
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """One unit, by a few examples."""
+class Work(TorchDispatchMode):
+    """Counts the multiplications of matrix products and convolutions, and calls of torch functions."""
 
-    moments: Moments
-    inverse: InverseCost
-    uses: float
-    """Multiplications of V with its inputs, per example."""
-    statistics: float
-    """Multiplications that make the moments, per example."""
+    def __init__(self, examples: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.examples = examples
+        self.multiplications = 0.0
+        self.calls = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.calls += not func.is_view
+        # Products in place and attention on CPUs are in the registry under other names.
+        name = func._overloadpacket.__name__.rstrip("_").replace("_for_cpu", "")
+        counter: Callable[..., int] | None = flop_registry.get(getattr(torch.ops.aten, name, None))
+        if counter is not None:
+            self.multiplications += counter(*args, **kwargs, out_val=result) / 2
+        return result
+
+    def on(self, examples: float) -> float:
+        """The work with so many examples, in multiplications."""
+        return self.multiplications * examples / self.examples + CALL * self.calls
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Multiplications of a step's passes, per example, with frozen layers in them."""
+    """The work of a step's passes, by a few examples and with frozen layers, and the units' moments."""
 
     network: Network
     """With diagonal blocks for units whose uses are not all seen."""
-    units: Sequence[_Unit]
-    gradient: float
+    units: list[tuple[Moments, Work, float]]
+    """Moments, what makes them, and multiplications of V with its inputs for an example."""
+    gradient: Work
     """A forward and a backward pass."""
-    forward: float
-    again: float
+    forward: Work
+    again: Work
     """The forward pass of the statistics; none by hand, as `KFAC.closure` has kept that of the gradient."""
-    backward: float
+    backward: Work
     """The backward pass of the statistics for one vector, without products for weights."""
-    tangents: float
+    tangents: Work
     """J v of the directions that the step is combined from."""
     outputs: int
     """Outputs of an example, over all loss calls."""
@@ -354,67 +377,47 @@ class Counts:
 
 
 def _cost(
-    settings: Settings, counts: Counts, costs: Sequence[InverseCost], m: Sequence[int], tried: int
+    settings: Settings,
+    counts: Counts,
+    inverses: Sequence[InverseCost],
+    m: Sequence[int],
+    tried: int,
 ) -> tuple[Mapping[str, float], list[float]]:
     """The cost of a step in SGD steps, by part, and that of every unit's statistics and inverse.
 
     Args:
         settings: of `KFAC`.
         counts: by `count_passes`.
-        costs: of every unit's inverse.
+        inverses: what every unit's inverse takes.
         m: examples of the mini-batch, of S₁ and of S₂.
         tried: candidates for γ that a refresh tries.
     """
     size = sum(p.numel() for p in counts.network.parameters)
-    sgd = m[0] * counts.gradient + size
+    sgd = counts.gradient.on(m[0]) + size + CALL * UPDATE_CALLS
     draws = counts.outputs if isinstance(settings.fisher, ExactFisher) else settings.fisher.draws
     ekfac = isinstance(settings.inverse, EigenvalueCorrectedInverse)
     # EKFAC transforms inputs and gradients to the eigenbasis, and multiplies them for every example.
     moments = [
-        m[1] * draws * (unit.statistics + (unit.statistics + unit.uses) * ekfac)
-        for unit in counts.units
+        draws * (made.on(m[1]) + (made.on(m[1]) + uses * m[1]) * ekfac)
+        for _, made, uses in counts.units
     ]
     interval = settings.intervals.inverse_interval or LONGEST_INTERVAL
     made = 1 if ekfac else tried  # eigenvectors do not depend on γ
-    inversions = [made * cost.inversion / interval for cost in costs]
-    products = [(1 + (tried - 1) / interval) * cost.product for cost in costs]
+    inversions = [made * (cost.inversion + CALL * REFRESH_CALLS) / interval for cost in inverses]
+    often = 1 + (tried - 1) / interval
+    products = [often * (cost.product + CALL * PRODUCT_CALLS) for cost in inverses]
     validations = sum(settings.damping.measures(k) is not None for k in LATER) / len(LATER)
     parts = {
         "gradient": sgd,
-        "statistics": m[1] * (counts.again + draws * counts.backward) + sum(moments),
-        "Fisher products": m[2] * counts.tangents,
+        "statistics": counts.again.on(m[1]) + draws * counts.backward.on(m[1]) + sum(moments),
+        "Fisher products": counts.tangents.on(m[2]),
         "refreshes": sum(inversions),
         "preconditioning": sum(products),
-        "validation": validations * m[0] * counts.forward,
+        "validation": validations * counts.forward.on(m[0]),
+        "the rest": CALL * STEP_CALLS,
     }
     units = [sum(each) / sgd for each in zip(moments, inversions, products, strict=True)]
     return MappingProxyType({name: value / sgd for name, value in parts.items()}), units
-
-
-class Multiplications(TorchDispatchMode):
-    """Counts the multiplications of matrix products and convolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0.0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        # Products in place and attention on CPUs are in the registry under other names.
-        name = func._overloadpacket.__name__.rstrip("_").replace("_for_cpu", "")
-        counter: Callable[..., int] | None = flop_registry.get(getattr(torch.ops.aten, name, None))
-        if counter is not None:
-            self.count += counter(*args, **kwargs, out_val=result) / 2
-        return result
-
-
-def _counted(run: Callable[[], T]) -> tuple[T, float]:
-    with Multiplications() as counted:
-        result = run()
-    return result, counted.count
 
 
 @torch.no_grad()
@@ -422,69 +425,70 @@ def count_passes(network: Network, batch: Batch, settings: Settings) -> Counts:
     """Take the first few examples of a mini-batch through the passes of a step, and count them."""
     (some,) = subsets(network, batch, [min(FEW, batch.examples)], None)
     part = some.passes[0]  # micro-batches are alike
+    n = max(part.examples, 1)
+
+    def counted(run: Callable[[], T]) -> tuple[T, Work]:
+        with Work(n) as work:
+            result = run()
+        return result, work
+
     view = Traced(network, part)
-    outputs, again = _counted(lambda: view.outputs)
+    outputs, again = counted(lambda: view.outputs)
     vectors = [_random_like(z) for z in outputs]
-    taps, backward = _counted(lambda: view.taps(vectors))
-    if network.device.type != "meta":
-        network = network.demoted(
-            missing_uses(view, vectors, taps, torch.finfo(network.dtype).eps),
-            "its gradient is not the one rebuilt from the uses that are seen",
-        )
-    units = [_count_unit(network, n, own, settings) for n, own in enumerate(taps)]
-    _, forward = _counted(lambda: part.run(network.model))
-    _, gradient = _counted(lambda: _gradient(network, part))
+    taps, backward = counted(lambda: view.taps(vectors))
+    network = network.demoted(
+        missing_uses(view, vectors, taps, torch.finfo(network.dtype).eps),
+        "its gradient is not the one rebuilt from the uses that are seen",
+    )
+    units = []
+    for unit, shown in zip(network.units, _shown(network, taps), strict=True):
+        moments, made = counted(partial(unit.block.observe, shown, 1.0))
+        columns = 0 if isinstance(shown, SummedGradient) else sum(map(_columns, shown))
+        units.append((moments, made, unit.shape[0] * unit.shape[1] * columns / n))
+    _, forward = counted(lambda: part.run(network.model))
+    _, gradient = counted(lambda: _gradient(network, part))
     engine, learned = _engine(network, part)
     copies = 1 + settings.step_rule.momentum
-    vector = _direction(network)
     around = linearize(replace(network, learned=learned), part)
-    _, tangents = _counted(lambda: around.jvp([vector] * copies))
-    tangents *= (copies + settings.step_rule.cg_steps - 1) / copies
+    directions = [_direction(network)] * copies
+    _, tangents = counted(lambda: around.jvp(directions))
     if engine == BY_HAND:
-        again = 0.0
-        _, backward = _counted(lambda: around.taps(vectors))
+        again = Work(n)
+        _, backward = counted(lambda: around.taps(vectors))
     else:
         # Torch does not count all fused kernels, but each weight is multiplied at least once.
         size = sum(p.numel() for p in network.parameters)
-        least = max(sum(unit.uses for unit in units), float(part.examples * size))
-        unseen = max(least - forward, 0.0)
-        forward, gradient = forward + unseen, gradient + 3 * unseen
-        again, backward = max(again, least), max(backward, least)
-        tangents = max(tangents, 2 * copies * least)
-    n = max(part.examples, 1)
-    return Counts(
-        network=network,
-        units=[replace(u, uses=u.uses / n, statistics=u.statistics / n) for u in units],
-        gradient=gradient / n,
-        forward=forward / n,
-        again=again / n,
-        backward=backward / n,
-        tangents=tangents / n,
-        outputs=round(sum(z.numel() for z in outputs) / n),
-        engine=engine,
-    )
+        least = max(n * sum(uses for _, _, uses in units), float(part.examples * size))
+        unseen = max(least - forward.multiplications, 0.0)
+        forward.multiplications += unseen
+        gradient.multiplications += 3 * unseen
+        for work, products in ((again, 1), (backward, 1), (tangents, 2 * copies)):
+            work.multiplications = max(work.multiplications, products * least)
+    if engine.startswith(FINITE_DIFFERENCES):
+        tangents.calls *= WITHOUT_GRAPH
+    repeated = (copies + settings.step_rule.cg_steps - 1) / copies
+    tangents.multiplications *= repeated
+    tangents.calls *= repeated
+    size = round(sum(z.numel() for z in outputs) / n)
+    return Counts(network, units, gradient, forward, again, backward, tangents, size, engine)
 
 
 @torch.enable_grad()
 def _gradient(network: Network, part: Pass) -> None:
     """A forward and a backward pass, as for SGD."""
     outputs = [z for z in part.run(network.model) if z.requires_grad]
-    torch.autograd.grad(
-        outputs, network.parameters, [torch.ones_like(z) for z in outputs], allow_unused=True
-    )
+    ones = [torch.ones_like(z) for z in outputs]
+    torch.autograd.grad(outputs, network.parameters, ones, allow_unused=True)
 
 
-def _count_unit(network: Network, number: int, taps: Taps, settings: Settings) -> _Unit:
-    unit = network.units[number]
-    if not unit.observed:
-        zeros = torch.zeros(unit.shape, dtype=unit.dtype, device=network.device)
-        shown: Taps = SummedGradient(zeros)
-    else:
-        shown = taps or network.unused(number)
-    moments, made = _counted(lambda: unit.block.observe(shown, 1.0))
-    vectors = 0 if isinstance(shown, SummedGradient) else sum(map(_columns, shown))
-    uses = float(unit.shape[0] * unit.shape[1] * vectors)
-    return _Unit(moments, settings.inverse.cost(moments), uses, made)
+def _shown(network: Network, taps: Sequence[Taps]) -> Iterator[Taps]:
+    """What the block of every unit is given."""
+    for n, unit in enumerate(network.units):
+        if unit.observed:
+            yield taps[n] or network.unused(n)
+        else:
+            zeros = torch.zeros(unit.shape, dtype=unit.dtype, device=network.device)
+            yield SummedGradient(zeros)
 
 
 def _columns(tap: AnyTap) -> int:
@@ -494,18 +498,11 @@ def _columns(tap: AnyTap) -> int:
     return tap.grads.shape[1] * tap.grads.shape[2] if isinstance(tap, GroupedTap) else 0
 
 
-def _sizes(moments: Moments) -> str:
-    named = [(name, value) for name, value in vars(moments).items() if isinstance(value, Tensor)]
-    return ", ".join(f"{name} {'×'.join(map(str, value.shape))}" for name, value in named)
-
-
 def _engine(network: Network, part: Pass) -> tuple[str, Learned]:
     """How J v is computed, tried out as the first step will, and what that shows of the network."""
     learned = Learned(forward_mode=network.learned.forward_mode)
     if isinstance(linearize(network, part), ByHand):
         return BY_HAND, learned
-    if network.device.type == "meta":  # without numbers there is nothing to compare
-        return FORWARD_MODE, replace(learned, compared=True)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         Traced(replace(network, learned=learned), part).jvp([_direction(network)])
@@ -553,43 +550,32 @@ def record_example(
         network: the trained units.
         example: see `plan`.
         targets: see `plan`.
-        callers: the context that the model is to be called in, see `model/precision.py`.
+        callers: the context that the model is to be called in, see `model/own_pass.py`.
 
     Raises:
         ExampleError: the model can't be called so, or its outputs do not fit the loss.
     """
-    args, kwargs = _arguments(example)
-    if network.device.type == "meta":
-        targets = None  # the values of the terms' weights would be read
-    with record(model, network.objective, network.buffers) as recording, torch.enable_grad():
-        with callers():
-            try:
-                outputs = model(*args, **kwargs)
-            except Exception as error:
-                raise ExampleError(
-                    "kronfac.plan calls the model with the example, as training does: a tensor, a tuple of "
-                    f"arguments or a dict of keyword arguments. {type(model).__name__} got "
-                    f"{_described(example)} and raised {type(error).__name__}: {error}. Pass what you call "
-                    "the model with."
-                ) from error
-            loss = _loss(network, outputs, targets, seen=bool(recording.losses))
-        if loss is not None and loss.requires_grad:
-            # For the gradients that arrive at the loss calls; none are left in the parameters.
-            torch.autograd.grad(loss, network.parameters, allow_unused=True)
-    try:
-        return recording.batch()
-    except KronfacError as error:
-        raise ExampleError(
-            "kronfac.plan needs an example whose outputs have gradients, and a loss that fits them; "
-            f"{type(model).__name__} got {_described(example)}. {error} Pass what you call the model with, "
-            "and targets."
-        ) from error
-
-
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = (example if type(example) is tuple else (example,)), {}
     if isinstance(example, Mapping):
-        return (), dict(example)
-    return (example if type(example) is tuple else (example,)), {}
+        args, kwargs = (), dict(example)
+    try:
+        with record(model, network.objective, network.buffers) as recording, torch.enable_grad():
+            with callers():
+                outputs = model(*args, **kwargs)
+                loss = _loss(network, outputs, targets, seen=bool(recording.losses))
+            if loss is not None and loss.requires_grad:
+                # For the gradients that arrive at the loss calls; none are left in the parameters.
+                torch.autograd.grad(loss, network.parameters, allow_unused=True)
+        return recording.batch()
+    except Exception as error:
+        raise ExampleError(
+            "kronfac.plan calls the model with the example, as training does: a tensor, a tuple of "
+            "arguments or a dict of keyword arguments. The loss gets the outputs, which need gradients, "
+            f"and the targets. {type(model).__name__} got {_described(example)}, and "
+            f"{type(network.objective.module).__name__} got {_described(targets)} as targets: "
+            f"{type(error).__name__}: {error} Pass what you call the model with, and targets that fit, or "
+            "none."
+        ) from error
 
 
 def _loss(network: Network, outputs: Any, targets: Any, *, seen: bool) -> Tensor | None:
@@ -597,19 +583,11 @@ def _loss(network: Network, outputs: Any, targets: Any, *, seen: bool) -> Tensor
     if targets is None:
         single = (t for t in tensors_of(outputs) if t.numel() == 1 and t.requires_grad)
         return next(single, None) if seen else None
-    try:
-        return network.objective.loss(outputs, targets).sum()
-    except Exception as error:
-        raise ExampleError(
-            f"kronfac.plan calls {type(network.objective.module).__name__} with the model's outputs and "
-            f"the targets; it got {_described(outputs)} and {_described(targets)} and raised "
-            f"{type(error).__name__}: {error}. Pass targets that fit, or none."
-        ) from error
+    return network.objective.loss(outputs, targets).sum()
 
 
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)} of {value.dtype}"
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(value))
-    kind = type(value).__name__
-    return f"a {kind} with tensors {shapes}" if shapes else f"a {kind}"
+    return f"a {type(value).__name__} with tensors {shapes}" if shapes else f"{value!r}"
