@@ -323,7 +323,7 @@ def test_a_resumed_run_goes_by_the_check_of_the_run_before():
     again.load_state_dict(saved)
     (expected,) = optimizer.network.learned.dims.values()
     assert expected.second
-    assert list(again.network.learned.loaded.values()) == [expected]
+    assert list(again.network.learned.dims.values()) == [expected]
 
 
 # ------------------------------------------------------------------------------------------ BatchNorm

@@ -99,21 +99,19 @@ def test_units_in_another_order(network):
 
 
 def test_a_network_goes_on_as_it_was_saved(network):
-    """Order, links and fallback blocks follow from the saved curvature."""
+    """Order and links follow from the saved curvature, fallback blocks from what passes have shown."""
     kronecker = KroneckerMoments(spd(4), spd(4, seed=1))
-    diagonal = DiagonalMoments(torch.ones(2, 5))
-    link = Link(torch.zeros(4, 5), torch.zeros(4, 2))
-    scale = DiagonalMoments(torch.ones(2, 1))
-    curvature = Curvature((kronecker, diagonal, scale), (None, None))
-    continued = network.continued([1, 2, 0], curvature)
-    assert [unit.name for unit in continued.units] == ["net.0", "net.2", "scale"]
-    assert [type(u.block).__name__ for u in continued.units] == [
-        "KroneckerBlock",
-        "DiagonalBlock",
-        "DiagonalBlock",
-    ]
-    assert [unit.observed for unit in continued.units] == [True, False, True]
     last = KroneckerMoments(spd(5), spd(2, seed=1))
-    chain = network.continued([1, 2, 0], Curvature((kronecker, last, scale), (link, None)))
-    assert list(chain.links) == [True, False]
-    assert network.continued([0, 1, 2], None) is network
+    scale = DiagonalMoments(torch.ones(2, 1))
+    curvature = Curvature(
+        (kronecker, last, scale), (Link(torch.zeros(4, 5), torch.zeros(4, 2)), None)
+    )
+    saved = network.reordered([1, 2, 0], [True, False]).demoted([1])
+    learned = replace(saved, discovered=True).learned_state()
+    continued = network.continued([1, 2, 0], curvature, learned)
+    assert [unit.name for unit in continued.units] == ["net.0", "net.2", "scale"]
+    assert [unit.observed for unit in continued.units] == [unit.observed for unit in saved.units]
+    assert [type(u.block) for u in continued.units] == [type(u.block) for u in saved.units]
+    assert list(continued.links) == [True, False]
+    undiscovered = network.continued([0, 1, 2], None, network.learned_state())
+    assert undiscovered.units is network.units

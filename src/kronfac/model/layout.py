@@ -25,11 +25,11 @@ class ExampleDims:
 
     apart: bool = True
     """Whether some of the examples can be taken alone; else the pass is used whole."""
-    second: frozenset[str] = frozenset()
+    second: tuple[str, ...] = ()
     """The names of units whose outputs have them along the second dimension."""
-    unknown: frozenset[str] = frozenset()
+    unknown: tuple[str, ...] = ()
     """The names of units whose outputs have them along neither."""
-    zeros: frozenset[str] = frozenset()
+    zeros: tuple[str, ...] = ()
     """The names of parameters that were exactly zero when this was found, and may hide something."""
 
     def of(self, name: str) -> int | None:

@@ -4,8 +4,6 @@ What the first passes show of a network is saved with the state: a resumed run g
 has seen, as other mini-batches may show something else.
 """
 
-import hashlib
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 from kronfac.curvature import (
     Curvature,
     DenseMoments,
-    DiagonalBlock,
     DiagonalMoments,
     KroneckerBlock,
     KroneckerSumMoments,
@@ -42,10 +39,8 @@ Placement = Sequence[tuple[torch.dtype, torch.device]]
 class Learned:
     """What passes have shown of a network: where examples are, and which engine works."""
 
-    dims: dict[object, ExampleDims] = field(default_factory=dict)
+    dims: dict[str, ExampleDims] = field(default_factory=dict)
     """By the signatures of passes."""
-    loaded: dict[str, ExampleDims] = field(default_factory=dict)
-    """`dims` of the run that is resumed, by the hashes of signatures."""
     forward_mode: bool = True
     """False once a pass has had no forward-mode derivative, or a wrong one."""
     difference: float = 1.0
@@ -59,14 +54,6 @@ class Learned:
         """One that stays as it is."""
         return replace(self, dims=dict(self.dims))
 
-    def dims_of(self, signature: object) -> ExampleDims | None:
-        """Where passes with this signature have their examples; None if that was not checked yet."""
-        if signature not in self.dims and self.loaded:
-            found = self.loaded.get(_hash(signature))
-            if found is not None:
-                self.dims[signature] = found
-        return self.dims.get(signature)
-
 
 @dataclass(frozen=True)
 class UnitState:
@@ -78,36 +65,15 @@ class UnitState:
 
 
 @dataclass(frozen=True)
-class DimsState:
-    """Where one kind of pass has its examples, see `ExampleDims`."""
-
-    signature: str
-    """Its hash."""
-    apart: bool
-    second: tuple[str, ...]
-    unknown: tuple[str, ...]
-    zeros: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch("[0-9a-f]{32}", self.signature):
-            raise ValueError(f"its signature is not one: {self.signature!r}.")
-
-
-@dataclass(frozen=True)
 class LearnedState:
-    """What passes have shown of a network, as it is saved."""
+    """What passes have shown of a network, as it is saved; see `Learned`."""
 
+    dims: dict[str, ExampleDims]
     forward_mode: bool
     difference: float
     compared: bool
-    dims: tuple[DimsState, ...]
     units: tuple[UnitState, ...]
     """In their order; none before the first pass was looked at."""
-
-
-def _hash(signature: object) -> str:
-    """A short name of a signature, which is long: the same in every process."""
-    return hashlib.sha256(repr(signature).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,51 +181,24 @@ class Network:
     def learned_state(self) -> LearnedState:
         """What passes have shown of it, to be saved."""
         learned, units = self.learned, self.units if self.discovered else ()
-        named = learned.loaded | {_hash(key): dims for key, dims in learned.dims.items()}
-        dims = (
-            DimsState(
-                signature, found.apart, *map(_sorted, (found.second, found.unknown, found.zeros))
-            )
-            for signature, found in sorted(named.items())
-        )
-        return LearnedState(
-            learned.forward_mode,
-            learned.difference,
-            learned.compared,
-            tuple(dims),
-            tuple(UnitState(unit.kind, unit.observed) for unit in units),
-        )
+        shown = tuple(UnitState(unit.kind, unit.observed) for unit in units)
+        numbers = learned.forward_mode, learned.difference, learned.compared
+        return LearnedState(dict(learned.dims), *numbers, shown)
 
     def continued(
-        self,
-        order: Sequence[int],
-        curvature: Curvature | None,
-        state: LearnedState | None = None,
+        self, order: Sequence[int], curvature: Curvature | None, state: LearnedState
     ) -> "Network":
         """The network as it was when a state was saved: its units' order and links, and their blocks.
-
-        A state of an earlier version says of blocks only which ones became diagonal.
 
         Raises:
             StateError: what passes have shown is not of these units.
         """
-        network = self if state is None else replace(self, learned=_loaded(state))
+        learned = Learned(dict(state.dims), state.forward_mode, state.difference, state.compared)
+        network = replace(self, learned=learned)
         if curvature is not None:
             links = [link is not None for link in curvature.links]
             network = network.reordered(order, links)
-        if state is not None:
-            return network._shown(state) if state.units else network
-        if curvature is None:
-            return network
-        return network.demoted(
-            [
-                n
-                for n, moments in enumerate(curvature.blocks)
-                if isinstance(moments, DiagonalMoments)
-                and network.units[n].chosen
-                and not isinstance(network.units[n].block, DiagonalBlock)
-            ]
-        )
+        return network._shown(state) if state.units else network
 
     def _shown(self, state: LearnedState) -> "Network":
         """The network with the blocks that the first pass of the resumed run has chosen."""
@@ -329,25 +268,6 @@ def refuse_changes(network: Network) -> None:
                 f"{unit.name!r} has been frozen since this KFAC was made, which trains it; make a new one "
                 "after changing the model."
             )
-
-
-def _sorted(names: frozenset[str]) -> tuple[str, ...]:
-    return tuple(sorted(names))
-
-
-def _loaded(state: LearnedState) -> Learned:
-    """What was saved, before the first pass of a resumed run."""
-    return Learned(
-        loaded={
-            saved.signature: ExampleDims(
-                saved.apart, *map(frozenset, (saved.second, saved.unknown, saved.zeros))
-            )
-            for saved in state.dims
-        },
-        forward_mode=state.forward_mode,
-        difference=state.difference,
-        compared=state.compared,
-    )
 
 
 def _continued(unit: Unit, state: UnitState, blocks: Blocks) -> Unit:

@@ -10,6 +10,7 @@ in the check. Some of the examples are a mini-batch of their own, normalised by 
 user's smaller mini-batch would be.
 """
 
+import hashlib
 import math
 import warnings
 from collections import defaultdict
@@ -60,12 +61,14 @@ def _dims(network: Network, part: Pass) -> ExampleDims:
     """Where a pass has its examples."""
     if part.examples < 2 or network.device.type == "meta":  # without storage there is no check
         return part.dims
-    key, learned = part.signature, network.learned
-    found = learned.dims_of(key)
+    # A hash, which is saved: the same in every process.
+    key = hashlib.sha256(repr(part.signature).encode()).hexdigest()[:32]
+    learned = network.learned
+    found = learned.dims.get(key)
     if found is None or _has_moved(network, found):
         # Once more after a parameter that was exactly zero has moved: LoRA's B hides what is behind it.
-        zeros = _zeros(network) if found is None else frozenset[str]()
-        found = learned.dims[key] = replace(_check(network, part), zeros=zeros)
+        zeros = sorted(_zeros(network)) if found is None else ()
+        found = learned.dims[key] = replace(_check(network, part), zeros=tuple(zeros))
     return found
 
 
@@ -78,7 +81,7 @@ def _zeros(network: Network) -> frozenset[str]:
 
 
 def _has_moved(network: Network, dims: ExampleDims) -> bool:
-    return bool(dims.zeros) and dims.apart and not dims.zeros <= _zeros(network)
+    return bool(dims.zeros) and dims.apart and not _zeros(network).issuperset(dims.zeros)
 
 
 def _check(network: Network, part: Pass) -> ExampleDims:
@@ -182,7 +185,7 @@ def _places(
             unknown.add(name)
         elif 0 not in dims:
             second.add(name)
-    return ExampleDims(second=frozenset(second), unknown=frozenset(unknown))
+    return ExampleDims(second=tuple(sorted(second)), unknown=tuple(sorted(unknown)))
 
 
 def _along(whole: Tensor, some: Tensor, index: Tensor, examples: int, dim: int) -> bool:

@@ -148,7 +148,7 @@ class SavedState:
     curvature: Curvature | None
     current: CurrentInverse | None
     refresh: SavedRefresh | None
-    learned: LearnedState | None
+    learned: LearnedState
     """What passes have shown of the network."""
     gradients: CheckState
 
@@ -214,7 +214,7 @@ def load(state_dict: Any, groups: Groups, network: Network, settings: Settings) 
 
 def unpack_state(
     packed: Any, units: Sequence[Unit], settings: Settings, weight_decay: float
-) -> tuple[State, Sequence[int], LearnedState | None]:
+) -> tuple[State, Sequence[int], LearnedState]:
     """The state, the units' numbers in the order that they were saved in, and what passes have shown.
 
     Raises:
