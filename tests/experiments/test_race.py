@@ -1,6 +1,7 @@
 """The race: fair terms, runs that are kept and never repeated, pages from the kept runs."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -34,7 +35,7 @@ def ended(entry, loss, message=""):
     terms = entry.terms
     return Run(
         entry.problem.name, entry.contestant.name, entry.settings, entry.seed, terms.budget,
-        terms.schedule, terms.threads, terms.code(entry.contestant), rows, message,
+        terms.schedule, terms.threads, code_of(entry.contestant), rows, message,
     )  # fmt: skip
 
 
@@ -47,9 +48,9 @@ def training(contestant=ADAMW, problem=WINE, seed=0, clock=lambda: 0.0, **change
 
 
 def test_everyone_that_is_tuned_has_as_many_points_and_kfac_none_to_choose():
-    assert {len(c.points(WINE, (0.01,))) for c in TABLE if c.tuned} == {4}
+    assert {len(c.points(WINE, (0.01,))) for c in TABLE if c.grid} == {4}
     assert {len(c.points(WINE, (0.01, 0.1))) for c in TABLE if c.decays} == {8}
-    assert not any(c.tuned for c in TABLE if c.curvature)
+    assert not any(c.grid for c in TABLE if c.curvature)
 
 
 def test_sgds_rates_are_for_a_loss_of_the_usual_size():
@@ -165,7 +166,7 @@ def test_costs_are_measured_in_turns():
 
     costs = step_costs([trained("a", 1.0), trained("b", 0.5)], limit=1e9)
     assert costs == [(pytest.approx(2.0), pytest.approx(1.0)), (1.0, 0.5)]
-    assert order[20:60] == ["b"] * 20 + ["a"] * 10 + ["b"] * 10
+    assert order[20:80] == ["b"] * 20 + ["a"] * 20 + ["b"] * 20
     cost = Cost("wine", "adamw", None, 1, "", 2.0, 0.5)
     assert cost.steps_in(10.0) == 16
     assert cost.steps_in(1.0) == 1
@@ -189,16 +190,20 @@ def test_tuning_comes_first_and_the_best_point_races(tmp_path):
     assert lane.runs_left == 1
 
 
-def test_other_mini_batches_are_tried_at_the_best_point(tmp_path):
+def test_other_mini_batches_and_constants_are_tried_at_the_best_point(tmp_path):
     records = Records(tmp_path / "runs.jsonl")
-    lane = Lane(PROBLEMS["tabular"], ADAMW, replace(TERMS, tune_batch=True), records)
+    lane = Lane(PROBLEMS["tabular"], ADAMW, replace(TERMS, tune_fully=True), records)
+    assert lane.runs_left == 4 + 3 + 2
     for entry in lane.missing:
         records.append(ended(entry, 0.01 / entry.settings["lr"]))
-    assert [e.settings["batch"] for e in lane.missing] == [1024], "128 has run"
-    assert lane.missing[0].settings["lr"] == 0.03
-    records.append(ended(lane.missing[0], 0.1))
-    assert lane.settings["batch"] == 1024
+    tried = [(e.settings["batch"], e.settings.get("beta2")) for e in lane.missing]
+    assert tried == [(128, 0.95), (1024, None), (1024, 0.95)], "128 has run"
+    assert {e.settings["lr"] for e in lane.missing} == {0.03}
+    for entry in lane.missing:
+        records.append(ended(entry, 0.1 if entry.settings.get("beta2") else 0.5))
+    assert (lane.settings["batch"], lane.settings["beta2"]) == (128, 0.95)
     assert lane.on_the_edge
+    assert lane.runs_left == 2
 
 
 def test_who_fails_at_every_point_does_not_race(tmp_path):
@@ -209,13 +214,14 @@ def test_who_fails_at_every_point_does_not_race(tmp_path):
     assert (lane.settings, lane.missing, lane.runs_left, lane.runs) == (None, [], 0, [])
 
 
-def test_runs_of_other_code_do_not_count(tmp_path):
+def test_runs_of_other_code_count_only_if_that_is_wanted(tmp_path):
     records = Records(tmp_path / "runs.jsonl")
-    lane = Lane(WINE, KFAC, TERMS, records)
-    old = replace(ended(lane.missing[0], 1.0), code="older")
-    records.append(old)
+    lane, any_lane = (Lane(WINE, KFAC, replace(TERMS, any_code=c), records) for c in (False, True))
+    older, old = (replace(ended(lane.missing[0], 1.0), code=code) for code in ("older", "old"))
+    for run_of_the_past in (old, older, old):
+        records.append(run_of_the_past)
     assert lane.runs == []
-    assert len(Lane(WINE, KFAC, replace(TERMS, codes={"kfac": "older"}), records).runs) == 1
+    assert any_lane.runs == [old], "the newest"
     assert code_of(KFAC).startswith("kronfac ")
     assert code_of(ADAMW).startswith("torch ")
 
@@ -235,12 +241,25 @@ def test_what_was_kept_is_there_again_and_an_unfinished_line_is_dropped(tmp_path
         stream.write('{"problem": "wi')
     again = Records(path)
     assert list(again) == [one]
-    assert again.cost(cost.key) == cost
+    assert again.cost(cost.key, "code") == cost
+    assert again.run(one.key, "other code") is None
     again.append(other)
+    records.read()
+    assert list(records) == [one, other], "another process may have appended it"
     assert list(Records(path)) == [one, other]
     path.write_text("damaged\n" + path.read_text())
     with pytest.raises(RunError, match="Line 1 of"):
         Records(path)
+
+
+def test_a_problem_is_run_by_one_process_at_a_time(tmp_path):
+    one, other = (Records(tmp_path / "runs.jsonl") for _ in range(2))
+    with one.claimed("wine") as first, other.claimed("wine") as second:
+        assert (first, second) == (True, False)
+        with other.claimed("iris") as third:
+            assert third
+    with other.claimed("wine") as again:
+        assert again
 
 
 # --- the command -------------------------------------------------------------------
@@ -286,25 +305,53 @@ def test_equal_seconds_become_steps_by_the_measured_cost(tmp_path):
         assert record.rows[-1][0] == costs[record.contestant].steps_in(0.2)
 
 
+def test_what_another_process_runs_is_left_to_it(tmp_path, capsys):
+    with Records(tmp_path / "small.jsonl").claimed("wine"):
+        assert kronfac(*SMALL, "--steps", 4, "--runs", tmp_path) == 0
+    assert "Left to other processes, which are running them: wine." in capsys.readouterr().out
+    assert not (tmp_path / "small.jsonl").exists()
+
+
 def test_a_page_is_rendered_from_the_runs_and_says_how_many_hours_are_missing(
     tmp_path, monkeypatch, capsys
 ):
-    page = pages.ResultPage(
-        "Wine", ("wine",), ("kfac", "adamw"), Terms({"seconds": 0.1}, seeds=1, weight_decays=(0.0,))
-    )
+    terms = Terms({"seconds": 0.1}, seeds=2, weight_decays=(0.0,), schedule="linear")
+    page = pages.ResultPage("Wine", ("wine",), ("kfac", "adamw"), terms, detailed=True)
     monkeypatch.setitem(pages.PAGES, "wine", page)
     output = tmp_path / "wine.md"
     words = ("results", "wine", "--runs", tmp_path, "--output", output)
+    assert kronfac(*words) == 2
+    assert "No runs of this race are in" in capsys.readouterr().err
     assert kronfac(*words, "--run") == 0
-    assert "6 runs are missing: 0.0 hours" in capsys.readouterr().out
+    assert "8 runs are missing: 0.0 hours" in capsys.readouterr().out
     text = output.read_text()
     assert "| wine | " in text
     assert "Made by `kronfac results wine`" in text
     assert code_of(KFAC) in text
-    assert output.with_suffix(".png").stat().st_size > 10_000
+    # PyTorch's AdamW keeps two numbers for each weight, and a count of steps for each parameter.
+    (state,) = re.findall(r"\| wine \| [^|]+ \| (2\.\d+) \|", text)
+    assert float(state) == pytest.approx(2, abs=0.05)
+    for name in ("wine.png", "wine_1.png", "wine_2.png", "wine_3.png"):
+        assert (tmp_path / name).stat().st_size > 10_000
     output.write_text(text.replace("## The contestants", "## What it shows\n\nWords.\n\n## The"))
     assert kronfac(*words) == 0
     assert "Words." in output.read_text(), "what people write stays"
+
+
+def test_level_is_within_one_per_cent_or_two_standard_errors(tmp_path):
+    records = Records(tmp_path / "runs.jsonl")
+    terms = Terms({"steps": 4.0}, seeds=3, weight_decays=(0.0,))
+    lanes = {}
+    for name, losses in (("wine", (1.02, 1.03, 1.04)), ("iris", (1.0, 1.02, 1.1))):
+        own = [Lane(PROBLEMS[name], c, terms, records) for c in (KFAC, ADAMW)]
+        for entry, loss in zip(own[0].missing, losses, strict=True):
+            records.append(ended(entry, loss))
+        while own[1].missing:
+            records.append(ended(own[1].missing[0], 1.0))
+        lanes[name] = own
+    table = pages._beside_the_best(lanes)
+    assert table.rows == [("wine", "AdamW", "1.030"), ("iris", "AdamW", "**1.020**")]
+    assert "K-FAC on 1 of 2." in table.note
 
 
 @pytest.mark.parametrize(

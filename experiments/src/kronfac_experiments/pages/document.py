@@ -52,14 +52,14 @@ class Document:
         command: What made it.
         settings: What the numbers depend on, in one paragraph.
         tables: In their order.
-        picture: A file beside the Markdown.
+        pictures: Files beside the Markdown.
     """
 
     title: str
     command: str
     settings: str
     tables: Sequence[Table]
-    picture: Picture | None = None
+    pictures: Sequence[Picture] = ()
 
     def show(self, console: Console) -> None:
         """In the terminal."""
@@ -78,8 +78,8 @@ class Document:
             if table.note:
                 console.print(table.note)
 
-    def markdown(self, picture: str = "") -> str:
-        """For a file of the documentation; `picture` is the name of a file beside it."""
+    def markdown(self, files: Sequence[str] = ()) -> str:
+        """For a file of the documentation; `files` are the names of the pictures beside it."""
         blocks = [f"# {self.title}", f"Made by `{self.command}`.", self.settings]
         for table in self.tables:
             rule = ["---", *["---:"] * (len(table.columns) - 1)]
@@ -87,24 +87,26 @@ class Document:
             blocks.append(f"## {table.heading}")
             blocks.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
             blocks += [table.note] if table.note else []
-        if self.picture is not None:
-            blocks += [f"## {self.picture.heading}", f"![{self.picture.description}]({picture})"]
+        for picture, file in zip(self.pictures, files, strict=True):
+            blocks += [f"## {picture.heading}", f"![{picture.description}]({file})"]
         return "\n\n".join(blocks) + "\n"
 
     def write_markdown(self, path: Path) -> list[Path]:
-        """Write it, and its picture beside it; return where.
+        """Write it, and its pictures beside it; return where.
 
         A section under `WRITTEN` that the file has is somebody's own words, and stays, before the others.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture = path.with_suffix(".png")
+        files = [
+            path.with_name(f"{path.stem}{f'_{k}' if k else ''}.png")
+            for k in range(len(self.pictures))
+        ]
         written = _written(path.read_text(encoding="utf-8")) if path.exists() else ""
-        head, mark, rest = self.markdown(picture.name).partition("\n## ")
+        head, mark, rest = self.markdown([file.name for file in files]).partition("\n## ")
         path.write_text(f"{head}{written}{mark}{rest}", encoding="utf-8")
-        if self.picture is None:
-            return [path]
-        picture.write_bytes(self.picture.png)
-        return [path, picture]
+        for picture, file in zip(self.pictures, files, strict=True):
+            file.write_bytes(picture.png)
+        return [path, *files]
 
 
 def publish(document: Document, output: Path | None, console: Console) -> list[Path]:

@@ -2,7 +2,7 @@
 
 import math
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,13 +10,17 @@ from typing import Annotated
 import torch
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from kronfac_experiments.config import hint
 from kronfac_experiments.machine import machine, versions
 from kronfac_experiments.options import at_least
 from kronfac_experiments.progress import clock, number
-from kronfac_experiments.race.contestants import Contestant, Schedule, contestants_named
+from kronfac_experiments.race.contestants import (
+    Contestant,
+    Schedule,
+    contestants_named,
+)
 from kronfac_experiments.race.plan import TUNING_SEED, Entry, Lane, Terms, score
 from kronfac_experiments.race.problem import Problem
 from kronfac_experiments.race.problems import GROUPS, group_of, problems_named
@@ -26,7 +30,6 @@ from kronfac_experiments.race.run import (
     TUNING_MARKS,
     Training,
     clock_for,
-    memory,
     run,
     step_costs,
 )
@@ -45,7 +48,7 @@ class RaceConfig:
     point for the full budget, on a seed that is in no race. With --seconds, the cost of a step is measured
     once, contestants taking turns, and everyone gets the steps that fit. Runs are appended to a JSONL file
     for each group of problems, and none is repeated: an interrupted race goes on when the command is given
-    again.
+    again. Several processes may run the same command: each takes problems that no other is running.
     """
 
     problems: Annotated[tuple[str, ...], tyro.conf.Positional, hint("PROBLEM ...", "none")] = ()
@@ -62,8 +65,11 @@ class RaceConfig:
     """Of the learning rate over the run; K-FAC and L-BFGS have none."""
     weight_decay: tuple[float, ...] = (0.01,)
     """Decoupled weight decay of those that have one, the same for all; several values are tuned."""
-    tune_batch: bool = False
-    """Whether the problem's other sizes of mini-batches are tried at the best point of the grid."""
+    tune_fully: bool = False
+    """Whether a problem's other mini-batches, and a contestant's other constants, are tried at the best
+    point of the grid."""
+    any_code: bool = False
+    """Whether runs of other versions of the code count: after an edit that changes no number."""
     threads: int = 1
     """CPU threads."""
     runs: Annotated[Path | None, hint("DIR", f"{COMMITTED} if it is there, else runs/race")] = None
@@ -91,8 +97,9 @@ class RaceConfig:
         seconds = 30.0 if self.seconds is None else float(self.seconds)
         budget = {"seconds": seconds} if self.steps is None else {"steps": float(self.steps)}
         return Terms(
-            budget, self.seeds, self.schedule, self.weight_decay, self.tune_batch, self.threads
-        )
+            budget, self.seeds, self.schedule, self.weight_decay, self.tune_fully, self.threads,
+            self.any_code,
+        )  # fmt: skip
 
     @property
     def folder(self) -> Path:
@@ -130,33 +137,44 @@ def race(
         TextColumn("{task.completed:.1f} of {task.total:.0f} runs"),
         TimeRemainingColumn(),
     )
+    taken = []
     try:
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             bar = progress.add_task("", total=left)
-            for own in lanes.values():
-                while missing := [(lane, entry) for lane in own for entry in lane.missing[:1]]:
-                    # Contestants take turns, so that a slow hour hits all of them.
-                    if "seconds" in terms.budget:
-                        progress.update(bar, description=f"{own[0].problem.name}: cost of a step")
-                        _measure_costs(own)
-                    for lane, entry in missing:
-                        name = f"{entry.problem.name}: {entry.contestant.label}, seed {entry.seed}"
-                        done = progress.tasks[0].completed
-                        progress.update(bar, description=name)
-
-                        def tick(share: float, at: float = done) -> None:
-                            progress.update(bar, completed=at + share)
-
-                        ended = run_entry(lane, entry, tick)
-                        lane.records.append(ended)
-                        progress.update(bar, completed=done + 1)
-                        console.print(_outcome(entry, ended))
+            for name, own in lanes.items():
+                with own[0].records.claimed(name) as free:
+                    if free:
+                        _race_on_a_problem(own, progress, bar)
+                    else:
+                        taken.append(name)
     except KeyboardInterrupt as stop:
         message = (
             f"Stopped; the runs that have ended are in {folder}. Continue with the same command."
         )
         raise TrainingInterruptedError(message, signal.SIGINT) from stop
+    if taken:
+        console.print(f"Left to other processes, which are running them: {', '.join(taken)}.")
     return list(dict.fromkeys(lane.records.path for own in lanes.values() for lane in own))
+
+
+def _race_on_a_problem(lanes: Sequence[Lane], progress: Progress, bar: TaskID) -> None:
+    while missing := [(lane, entry) for lane in lanes for entry in lane.missing[:1]]:
+        # Contestants take turns, so that a slow hour hits all of them.
+        if "seconds" in lanes[0].terms.budget:
+            progress.update(bar, description=f"{lanes[0].problem.name}: cost of a step")
+            _measure_costs(lanes)
+        for lane, entry in missing:
+            name = f"{entry.problem.name}: {entry.contestant.label}, seed {entry.seed}"
+            done = progress.tasks[0].completed
+            progress.update(bar, description=name)
+
+            def tick(share: float, at: float = done) -> None:
+                progress.update(bar, completed=at + share)
+
+            ended = run_entry(lane, entry, tick)
+            lane.records.append(ended)
+            progress.update(bar, completed=done + 1)
+            progress.console.print(_outcome(entry, ended))
 
 
 def lanes_of(
@@ -196,7 +214,7 @@ def run_entry(lane: Lane, entry: Entry, tick: Callable[[float], None]) -> Run:
     if "steps" in terms.budget:
         steps = int(terms.budget["steps"])
     elif contestant.sampler is None:
-        cost = lane.records.cost(_cost_key(entry))
+        cost = lane.cost(entry.settings["batch"])
         assert cost is not None
         steps = cost.steps_in(terms.budget["seconds"])
     rows, message = run(
@@ -208,7 +226,7 @@ def run_entry(lane: Lane, entry: Entry, tick: Callable[[float], None]) -> Run:
     )
     return Run(
         entry.problem.name, contestant.name, entry.settings, entry.seed, terms.budget, terms.schedule,
-        terms.threads, terms.code(contestant), rows, message, memory(training),
+        terms.threads, code_of(contestant), rows, message, training.state_bytes, training.weight_bytes,
         f"{machine()['processor'] or 'unknown processor'}, torch {versions()['torch']}",
     )  # fmt: skip
 
@@ -224,44 +242,32 @@ def _training(entry: Entry) -> Training:
     )
 
 
-def _cost_key(entry: Entry) -> str:
-    return _cost(entry, 0.0, 0.0).key
-
-
-def _cost(entry: Entry, start: float, step: float) -> Cost:
-    terms, batch = entry.terms, entry.settings.get("batch")
-    code = code_of(entry.contestant)
-    return Cost(entry.problem.name, entry.contestant.name, batch, terms.threads, code, start, step)
-
-
 def _measure_costs(lanes: Sequence[Lane]) -> None:
     """Measure what is not known, in turns with what is, which says how fast the machine is now."""
-    entries: dict[str, Entry] = {}
+    wanted: dict[tuple[str, float | None], tuple[Lane, Entry]] = {}
     for lane in lanes:
         if lane.contestant.sampler is None:
             for entry in (*lane.missing, *(e for stage in lane.tuning for e in stage)):
-                entries.setdefault(_cost_key(entry), entry)
-    records, terms = lanes[0].records, lanes[0].terms
-    if all(records.cost(name) is not None for name in entries):
+                batch = entry.settings["batch"]
+                wanted.setdefault((lane.contestant.name, batch), (lane, entry))
+    costs = [lane.cost(entry.settings["batch"]) for lane, entry in wanted.values()]
+    if None not in costs:
         return
-    _warm_up(entries.values())
-    trainings = [_training(entry) for entry in entries.values()]
+    for _, entry in wanted.values():
+        _training(entry).step(0.5)  # what PyTorch loads at first use is no contestant's time
+    terms, records = lanes[0].terms, lanes[0].records
+    trainings = [_training(entry) for _, entry in wanted.values()]
     measured = step_costs(trainings, limit=terms.budget["seconds"] / 2)
-    known = [
-        (cost.step, step)
-        for name, (_, step) in zip(entries, measured, strict=True)
-        if (cost := records.cost(name)) is not None
-    ]
+    known = [(cost.step, step) for cost, (_, step) in zip(costs, measured, strict=True) if cost]
     speed = sum(old for old, _ in known) / sum(new for _, new in known) if known else 1.0
-    for (name, entry), (start, step) in zip(entries.items(), measured, strict=True):
-        if records.cost(name) is None:
-            records.append(_cost(entry, speed * start, speed * step))
-
-
-def _warm_up(entries: Iterable[Entry]) -> None:
-    """One step of each: what PyTorch loads at first use is no contestant's time."""
-    for entry in entries:
-        _training(entry).step(0.5)
+    for cost, (lane, entry), (start, step) in zip(costs, wanted.values(), measured, strict=True):
+        if cost is None:
+            records.append(
+                Cost(
+                    lane.problem.name, lane.contestant.name, entry.settings["batch"], terms.threads,
+                    code_of(lane.contestant), speed * start, speed * step,
+                )
+            )  # fmt: skip
 
 
 def _outcome(entry: Entry, ended: Run) -> str:

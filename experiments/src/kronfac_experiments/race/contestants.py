@@ -15,9 +15,8 @@ from torch import nn
 from kronfac import KFAC, AdaptiveBatchSampler, presets
 from kronfac.physics import DenseLevenbergMarquardt
 from kronfac_experiments.baseline import NesterovMomentum
-from kronfac_experiments.race.muon import Muon
+from kronfac_experiments.race.peers import SOAP, Muon
 from kronfac_experiments.race.problem import Problem
-from kronfac_experiments.race.soap import SOAP
 from kronfac_experiments.training import ExponentialBatchSize, ScheduledBatchSampler
 
 Settings = dict[str, float | None]
@@ -42,11 +41,13 @@ class Contestant:
         label: In tables.
         build: Makes the optimizer from model, loss, problem and settings.
         grid: Values that are tried, all combinations; empty for one that is not tuned.
+        alternative: Other constants than its usual ones, tried at the best point of the grid.
         decays: Whether it has a decoupled weight decay, which the race sets or tunes.
         in_units: Whether its rates are for a loss of the usual size and are divided by a problem's own.
         scheduled: Whether its rate follows the race's schedule.
-        curvature: Whether it is one of kronfac's optimizers: no clipping, large mini-batches, and the
+        curvature: Whether it steps by a quadratic model: no clipping, large mini-batches, and the
             penalty is an argument of its own.
+        code: Whose version its runs are kept under.
         sampler: Chooses its own mini-batches; such a run goes by the clock, not by steps.
         remark: How it is set up, for the page.
     """
@@ -55,17 +56,14 @@ class Contestant:
     label: str
     build: Callable[[nn.Module, nn.Module, Problem, Settings], torch.optim.Optimizer]
     grid: Grid = field(default_factory=dict)
+    alternative: Settings = field(default_factory=dict)
     decays: bool = False
     in_units: bool = False
     scheduled: bool = True
     curvature: bool = False
+    code: Literal["torch", "kronfac"] = "torch"
     sampler: Callable[[int, Any, int], Any] | None = None
     remark: str = ""
-
-    @property
-    def tuned(self) -> bool:
-        """Whether there is anything to tune."""
-        return bool(self.grid)
 
     def points(self, problem: Problem, weight_decays: Sequence[float]) -> list[Settings]:
         """All settings of the grid, at the contestant's usual mini-batch."""
@@ -92,8 +90,8 @@ def rate(schedule: Schedule, share: float) -> float:
     return last + (1 - last) * left
 
 
-def _number(settings: Settings, name: str) -> float:
-    value = settings[name]
+def _number(settings: Settings, name: str, usual: float | None = None) -> float:
+    value = settings.get(name, usual)
     assert value is not None
     return value
 
@@ -106,7 +104,7 @@ def _adamw(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         model.parameters(),
         lr=_number(settings, "lr"),
-        betas=(0.9, settings.get("beta2") or 0.999),
+        betas=(0.9, _number(settings, "beta2", 0.999)),
         weight_decay=_number(settings, "weight_decay"),
         fused=True,
     )
@@ -124,16 +122,28 @@ def _nesterov(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
 
 
 def _muon(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """Hidden weights and convolutions are its matrices; embeddings and the last layer are not."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    weights = [p for p in model.parameters() if p.ndim >= 2]
-    hidden = [p for p in weights[:-1] if id(p) not in embeddings]
-    lr, weight_decay = _number(settings, "lr"), _number(settings, "weight_decay")
-    return Muon(model.parameters(), lr, weight_decay, matrices=hidden)
+    """Its matrices are all weights but embeddings, the last layer's and those of one row."""
+    layers = [m for m in model.modules() if isinstance(getattr(m, "weight", None), nn.Parameter)]
+    others = {id(m.weight) for m in layers if isinstance(m, nn.Embedding)}
+    others.add([id(m.weight) for m in layers if len(m.weight.shape) >= 2][-1])  # type: ignore[arg-type]
+    hidden = [p for p in model.parameters() if p.ndim >= 2 and len(p) > 1 and id(p) not in others]
+    return Muon(
+        model.parameters(),
+        hidden,
+        lr=_number(settings, "lr"),
+        weight_decay=_number(settings, "weight_decay"),
+        momentum=_number(settings, "momentum", 0.95),
+        beta2=_number(settings, "beta2", 0.999),
+    )
 
 
 def _soap(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    return SOAP(model.parameters(), _number(settings, "lr"), _number(settings, "weight_decay"))
+    return SOAP(
+        model.parameters(),
+        lr=_number(settings, "lr"),
+        weight_decay=_number(settings, "weight_decay"),
+        betas=(_number(settings, "momentum", 0.95), 0.95),
+    )
 
 
 def _lbfgs(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
@@ -153,7 +163,14 @@ def _kfac(name: str, label: str, remark: str, sampler: Any = None, **options: An
         return KFAC(model, loss, weight_decay=problem.penalty, **options)
 
     return Contestant(
-        name, label, build, scheduled=False, curvature=True, sampler=sampler, remark=remark
+        name,
+        label,
+        build,
+        scheduled=False,
+        curvature=True,
+        code="kronfac",
+        sampler=sampler,
+        remark=remark,
     )
 
 
@@ -194,9 +211,13 @@ TABLE = (
     Contestant(
         "lm", "Levenberg–Marquardt",
         lambda model, loss, problem, settings: DenseLevenbergMarquardt(model),
-        scheduled=False, curvature=True, remark="DenseLevenbergMarquardt(model), residuals only",
+        scheduled=False, curvature=True, code="kronfac",
+        remark="DenseLevenbergMarquardt(model), residuals only",
     ),
-    Contestant("adamw", "AdamW", _first_order(_adamw), ADAPTIVE, decays=True, remark="fused"),
+    Contestant(
+        "adamw", "AdamW", _first_order(_adamw), ADAPTIVE, {"beta2": 0.95}, decays=True,
+        remark="fused",
+    ),
     Contestant(
         "sgd", "SGD", _first_order(_sgd), MOMENTUM, in_units=True,
         remark=f"Nesterov momentum {SGD_MOMENTUM}",
@@ -206,12 +227,12 @@ TABLE = (
         remark="μ rises to 0.99 as in the paper",
     ),
     Contestant(
-        "muon", "Muon", _first_order(_muon), ORTHOGONAL, decays=True,
-        remark="Moonshot's scale; convolutions as matrices; AdamW for embeddings, the last layer, biases "
-        "and norms",
+        "muon", "Muon", _first_order(_muon), ORTHOGONAL, {"momentum": 0.9, "beta2": 0.95}, decays=True,
+        remark="in float32, Moonshot's scale, convolutions as matrices (out, rest); fused AdamW for "
+        "embeddings, the last layer, biases and norms",
     ),
     Contestant(
-        "soap", "SOAP", _first_order(_soap), ORTHOGONAL, decays=True,
+        "soap", "SOAP", _first_order(_soap), ORTHOGONAL, {"momentum": 0.9}, decays=True,
         remark="factors of up to 1024 rows, bases renewed every 10 steps",
     ),
     Contestant(

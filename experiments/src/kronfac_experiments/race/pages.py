@@ -1,10 +1,10 @@
 """`kronfac results`: pages of the documentation, rendered from the committed runs of a race."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Annotated
 
 import numpy as np
@@ -19,11 +19,11 @@ from kronfac_experiments.config import hint
 from kronfac_experiments.pages.document import Document, Picture, Table
 from kronfac_experiments.pages.drawn import BLACK, BLUE, GREEN, SKY, VERMILION, Style, png
 from kronfac_experiments.race.command import COMMITTED, lanes_of, race
-from kronfac_experiments.race.contestants import Contestant, contestants_named
+from kronfac_experiments.race.contestants import contestants_named
 from kronfac_experiments.race.plan import Lane, Terms, score
-from kronfac_experiments.race.problem import Problem
 from kronfac_experiments.race.problems import problems_named
-from kronfac_experiments.race.records import SECONDS, STEP, TRAINING, VALIDATION, Run
+from kronfac_experiments.race.records import METRIC, SECONDS, STEP, TRAINING, VALIDATION, Run
+from kronfac_experiments.run_directory import RunError
 
 STYLES = (
     Style(BLUE, "-", "o"),
@@ -39,6 +39,8 @@ SIZE = (3.6, 2.7)
 CEILING = 1.2
 """Losses are shown up to so many times the first one: of a run that diverged only that it did."""
 POINTS = 60
+LEVEL = 1.01
+"""A loss up to so many times another is level with it, or one within two standard errors."""
 Numbers = npt.NDArray[np.float64]
 
 
@@ -49,22 +51,28 @@ class ResultPage:
     Args:
         title: Of the page.
         problems: Problems or groups.
-        contestants: Who races.
+        contestants: Who races; step costs are in units of the first one's.
         terms: Of the race.
+        detailed: Whether the page also has spread, metric, settings, step cost, memory, and the loss and
+            the metric over steps.
     """
 
     title: str
     problems: tuple[str, ...]
     contestants: tuple[str, ...]
     terms: Terms
+    detailed: bool = False
 
 
 PAGES = {
     "everyday": ResultPage(
         "Everyday training",
-        ("cnn", "resnet", "conv_autoencoder", "gpt", "lstm", "tabular"),
-        ("kfac", "adamw"),
-        Terms({"seconds": 60.0}),
+        ("networks",),
+        ("adamw", "muon", "soap"),
+        Terms(
+            {"seconds": 30.0}, schedule="linear", weight_decays=(0.01, 0.1, 0.3), tune_fully=True
+        ),
+        detailed=True,
     ),
     "autoencoders": ResultPage(
         "The MNIST autoencoder",
@@ -114,43 +122,40 @@ def results_command(config: ResultsConfig) -> list[Path]:
     page = PAGES[config.name]
     problems = problems_named(page.problems)
     contestants = contestants_named(page.contestants)
+    terms = page.terms
     if config.run:
-        lanes = lanes_of(problems, contestants, page.terms, config.runs)
+        lanes = lanes_of(problems, contestants, terms, config.runs)
         runs = sum(lane.runs_left for own in lanes.values() for lane in own)
-        hours = runs * page.terms.budget["seconds"] / 3600
+        hours = runs * terms.budget["seconds"] / 3600
         console.print(f"{runs} runs are missing: {hours:.1f} hours of optimizer time.")
-        race(problems, contestants, page.terms, config.runs, console)
-        terms = page.terms
+        race(problems, contestants, terms, config.runs, console)
     else:
-        terms = replace(page.terms, codes=_newest(page, problems, contestants, config.runs))
-    document = render(config.name, page, lanes_of(problems, contestants, terms, config.runs))
+        terms = replace(terms, any_code=True)
+    lanes = lanes_of(problems, contestants, terms, config.runs)
+    raced = {name: own for name, own in lanes.items() if any(lane.runs for lane in own)}
+    if not raced:
+        raise RunError(
+            f"No runs of this race are in {config.runs}; make them: kronfac results {config.name} --run"
+        )
+    document = render(config.name, page, raced)
     document.show(console)
     return document.write_markdown(config.output or Path("docs/results") / f"{config.name}.md")
 
 
-def _newest(
-    page: ResultPage,
-    problems: Sequence[Problem],
-    contestants: Sequence[Contestant],
-    folder: Path,
-) -> dict[str, str]:
-    """The code of the last run of each contestant in the files."""
-    wanted = page.terms.budget, page.terms.schedule, page.terms.threads
-    codes = {}
-    for own in lanes_of(problems, contestants, page.terms, folder).values():
-        for run in own[0].records:
-            if (run.budget, run.schedule, run.threads) == wanted and run.seed < page.terms.seeds:
-                codes[run.contestant] = run.code
-    return codes
-
-
 def render(name: str, page: ResultPage, lanes: dict[str, list[Lane]]) -> Document:
     """The page of a race."""
-    raced = {problem: own for problem, own in lanes.items() if any(lane.runs for lane in own)}
-    machines = {run.machine for own in raced.values() for lane in own for run in lane.runs}
+    machines = {run.machine for own in lanes.values() for lane in own for run in lane.runs}
     terms = page.terms
     names = {lane.records.path.name for own in lanes.values() for lane in own}
     files = ", ".join(f"[{name}](runs/{name})" for name in sorted(names))
+    tables, pictures = [_scores(lanes)], [draw(lanes, terms.budget["seconds"])]
+    if page.detailed:
+        tables += [_beside_the_best(lanes), *_details(lanes)]
+        pictures += [
+            draw(lanes, terms.budget["seconds"], STEP),
+            draw(lanes, terms.budget["seconds"], SECONDS, METRIC),
+            draw(lanes, terms.budget["seconds"], STEP, METRIC),
+        ]
     return Document(
         title=page.title,
         command=f"kronfac results {name}",
@@ -159,42 +164,133 @@ def render(name: str, page: ResultPage, lanes: dict[str, list[Lane]]) -> Documen
             f"thread(s), {'; '.join(sorted(filter(None, machines))) or 'unknown machine'}. "
             f"Raw runs: {files}."
         ),
-        tables=[_scores(raced), _contestants(raced)],
-        picture=draw(raced, terms.budget["seconds"]),
+        tables=[*tables, _contestants(lanes)],
+        pictures=pictures,
     )
 
 
+# ----------------------------------------------------------------------------------------------- tables
+
+
+def _by_problem(
+    heading: str,
+    lanes: dict[str, list[Lane]],
+    cell: Callable[[Lane, list[Lane]], str],
+    note: str = "",
+    detail: bool = True,
+) -> Table:
+    """A row for each problem, a column for each contestant; a cell also sees the others of its row."""
+    labels = [lane.contestant.label for lane in next(iter(lanes.values()))]
+    rows = [(name, *(cell(lane, own) for lane in own)) for name, own in lanes.items()]
+    return Table(heading, ("problem", *labels), rows, note, detail)
+
+
 def _scores(lanes: dict[str, list[Lane]]) -> Table:
-    rows = []
-    for name, own in lanes.items():
-        found = {lane.contestant.label: _median(lane) for lane in own}
-        best = min(found.values()) if all(map(math.isfinite, found.values())) else math.nan
-        marks = [" !" if lane.on_the_edge else "" for lane in own]
-        cells = [
-            _cell(value, value == best) + mark
-            for value, mark in zip(found.values(), marks, strict=True)
-        ]
-        rows.append((name, *cells))
-    first = next(iter(lanes.values()), [])
     judged = {lane.problem.judged_by for own in lanes.values() for lane in own}
     what = "Training loss at the end" if judged == {"training"} else "Lowest validation loss"
-    columns = ("problem", *(lane.contestant.label for lane in first))
     note = (
         "Median of the seeds; the lowest of a line is bold. ! marks a learning rate at the end of those "
         "tried, beyond which a better one may lie."
     )
-    return Table(what, columns, rows, note)
+
+    def cell(lane: Lane, own: list[Lane]) -> str:
+        value, best = _median(lane), min(map(_median, own))
+        shown = f"{value:.3g}" if math.isfinite(value) else "–"
+        mark = " !" if lane.on_the_edge else ""
+        return (f"**{shown}**" if value == best and len(own) > 1 else shown) + mark
+
+    return _by_problem(what, lanes, cell, note, detail=False)
 
 
 def _median(lane: Lane) -> float:
-    runs = lane.runs
-    return median(score(lane.problem, run) for run in runs) if runs else math.inf
+    scores = _seeds(lane)
+    return median(scores) if scores else math.inf
 
 
-def _cell(value: float, best: bool) -> str:
-    if math.isinf(value):
-        return "–"
-    return f"**{value:.3g}**" if best else f"{value:.3g}"
+def _seeds(lane: Lane) -> list[float]:
+    """What decides, for each seed."""
+    return [score(lane.problem, run) for run in lane.runs]
+
+
+def _error(lane: Lane) -> float:
+    """The standard error over the seeds; 0 where it can't be known."""
+    scores = _seeds(lane)
+    known = len(scores) > 1 and all(map(math.isfinite, scores))
+    return stdev(scores) / math.sqrt(len(scores)) if known else 0.0
+
+
+def _beside_the_best(lanes: dict[str, list[Lane]]) -> Table:
+    """The loss of each of kronfac's optimizers over that of the best other one."""
+
+    def peer(own: list[Lane]) -> Lane:
+        return min((lane for lane in own if lane.contestant.code != "kronfac"), key=_median)
+
+    def level(lane: Lane, own: list[Lane]) -> bool:
+        best = peer(own)
+        value, least = _median(lane), _median(best)
+        return value <= LEVEL * least or value - least <= 2 * math.hypot(_error(lane), _error(best))
+
+    def cell(lane: Lane, own: list[Lane]) -> str:
+        ratio = _median(lane) / _median(peer(own))
+        return f"**{ratio:.3f}**" if level(lane, own) else f"{ratio:.3f}"
+
+    ours = {
+        name: [lane for lane in own if lane.contestant.code == "kronfac"]
+        for name, own in lanes.items()
+    }
+    labels = [lane.contestant.label for lane in next(iter(ours.values()))]
+    rows = [
+        (name, peer(own).contestant.label, *(cell(lane, own) for lane in ours[name]))
+        for name, own in lanes.items()
+    ]
+    counts = [
+        f"{label} on {sum(level(ours[name][k], own) for name, own in lanes.items())} of {len(lanes)}"
+        for k, label in enumerate(labels)
+    ]
+    note = "Bold: ahead of the best peer or level with it, within 1 % or two standard errors" + (
+        f": {', '.join(counts)}." if counts else "."
+    )
+    return Table("Loss over the best peer's", ("problem", "best peer", *labels), rows, note)
+
+
+def _details(lanes: dict[str, list[Lane]]) -> list[Table]:
+    def metric(lane: Lane, own: list[Lane]) -> str:
+        lowest = [min(run.rows, key=lambda row: row[VALIDATION])[METRIC] for run in lane.runs]
+        return f"{median(lowest):.3g}" if lowest else "–"
+
+    def cost(lane: Lane, own: list[Lane]) -> str:
+        batch = lane.problem.batches[0]
+        mine, first = lane.cost(batch), own[0].cost(batch)
+        return f"{mine.step / first.step:.2f}" if mine and first else "–"
+
+    def memory(lane: Lane, own: list[Lane]) -> str:
+        found = [run.state_bytes / run.weight_bytes for run in lane.runs if run.weight_bytes]
+        return f"{max(found):.2f}" if found else "–"
+
+    def chosen(lane: Lane, own: list[Lane]) -> str:
+        settings = lane.runs[0].settings if lane.runs else {}
+        return ", ".join(
+            f"{name} {value:g}" for name, value in settings.items() if value is not None
+        )
+
+    first = next(iter(lanes.values()))[0].contestant.label
+    return [
+        _by_problem("Standard error of the loss", lanes, lambda lane, own: f"{_error(lane):.2g}"),
+        _by_problem(
+            "Metric at the lowest validation loss",
+            lanes,
+            metric,
+            "; ".join(f"{name}: {own[0].problem.metric_name}" for name, own in lanes.items()) + ".",
+        ),
+        _by_problem(
+            f"Cost of a step over {first}'s",
+            lanes,
+            cost,
+            "At the smallest mini-batch, measured once, contestants taking turns.",
+        ),
+        _by_problem("Bytes of state over bytes of weights", lanes, memory),
+        _by_problem("Settings", lanes, chosen, "As tuned, on a seed that is in no race."),
+    ]
 
 
 def _contestants(lanes: dict[str, list[Lane]]) -> Table:
@@ -214,11 +310,13 @@ def _contestants(lanes: dict[str, list[Lane]]) -> Table:
     return Table("The contestants", columns, list(rows.values()), detail=True)
 
 
-# ---------------------------------------------------------------------------------------------- picture
+# ---------------------------------------------------------------------------------------------- pictures
 
 
-def draw(lanes: dict[str, list[Lane]], seconds: float) -> Picture:
-    """What decides on each problem over the seconds of a run."""
+def draw(
+    lanes: dict[str, list[Lane]], seconds: float, along: int = SECONDS, shown: int | None = None
+) -> Picture:
+    """A panel for each problem: what decides on it, or its metric, over seconds or steps."""
     count = max(1, len(lanes))
     columns = min(COLUMNS, count)
     rows = -(-count // columns)
@@ -227,7 +325,7 @@ def draw(lanes: dict[str, list[Lane]], seconds: float) -> Picture:
     figure = Figure(figsize=size, layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for own, axes in zip(lanes.values(), panels, strict=False):
-        _panel(axes, own, seconds)
+        _panel(axes, own, seconds, along, shown)
     for axes in panels[len(lanes) :]:
         axes.set_axis_off()
     handles = {
@@ -238,22 +336,29 @@ def draw(lanes: dict[str, list[Lane]], seconds: float) -> Picture:
     figure.legend(
         handles.values(), handles.keys(), loc="outside upper center", ncols=columns + 1, fontsize=8
     )
-    description = (
-        f"Loss over {seconds:g} seconds, a panel for each problem: medians of the seeds, bands from the "
-        "least to the most."
+    heading = (
+        f"{'Loss' if shown is None else 'Metric'} over {'steps' if along == STEP else 'seconds'}"
     )
-    return Picture("Loss over seconds", description, png(figure, dpi=110))
+    description = (
+        f"{heading}, a panel for each problem: medians of the seeds, bands from the least to the most, in "
+        f"{seconds:g} seconds."
+    )
+    return Picture(heading, description, png(figure, dpi=110))
 
 
-def _panel(axes: Axes, lanes: Sequence[Lane], seconds: float) -> None:
+def _panel(
+    axes: Axes, lanes: Sequence[Lane], seconds: float, along: int, shown: int | None
+) -> None:
     problem = lanes[0].problem
     column = TRAINING if problem.judged_by == "training" else VALIDATION
-    at = np.linspace(0, seconds, POINTS)
+    column = column if shown is None else shown
     for lane, style in zip(lanes, STYLES, strict=False):
         runs = [run for run in lane.runs if len(run.rows) > 1]
         if not runs:
             continue
-        values = np.array([_along(run, column, at, seconds) for run in runs])
+        end = seconds if along == SECONDS else max(run.rows[-1][STEP] for run in runs)
+        at = np.linspace(0, end, POINTS)
+        values = np.array([_values(run, column, along, at) for run in runs])
         values = values.clip(1e-12, CEILING * values[:, :1])
         axes.fill_between(
             at, values.min(axis=0), values.max(axis=0), color=style.colour, alpha=0.15, linewidth=0
@@ -273,19 +378,20 @@ def _panel(axes: Axes, lanes: Sequence[Lane], seconds: float) -> None:
     axes.yaxis.set_major_locator(LogLocator(numticks=6))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_title(f"{problem.name}: {problem.judged_by} loss", fontsize=9)
-    axes.set_xlabel("seconds", fontsize=8)
+    what = f"{problem.judged_by} loss" if shown is None else problem.metric_name
+    axes.set_title(f"{problem.name}: {what}", fontsize=9)
+    axes.set_xlabel("steps" if along == STEP else "seconds", fontsize=8)
     axes.tick_params(labelsize=7)
     axes.grid(True, alpha=0.25)
 
 
-def _along(run: Run, column: int, at: Numbers, seconds: float) -> Numbers:
-    """The numbers at these seconds; the clock of a run is stretched to its budget.
+def _values(run: Run, column: int, along: int, at: Numbers) -> Numbers:
+    """The numbers at these seconds or steps.
 
-    Its steps were counted to fit the budget on a quiet machine.
+    A run's clock is stretched to its budget: its steps were counted to fit it on a quiet machine.
     """
     rows = np.array(run.rows, dtype=np.float64)
-    places = rows[:, SECONDS]
-    if not run.message and rows[-1, STEP]:
-        places = places * (seconds / places[-1])
+    places = rows[:, along]
+    if along == SECONDS and not run.message and rows[-1, STEP]:
+        places = places * (at[-1] / places[-1])
     return np.interp(at, places, rows[:, column])

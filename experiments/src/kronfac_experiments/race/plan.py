@@ -1,16 +1,26 @@
 """Which runs a race needs, and which of them are missing.
 
-Every contestant is tuned at the full budget on a seed that is in no race: first all points of its grid,
-then, if that is wanted, the other sizes of mini-batches at the best point. Then it races on the seeds.
+Every contestant with a grid is tuned at the full budget on a seed that is in no race: first all points of
+the grid, then, if that is wanted, the other sizes of mini-batches and its other constants at the best
+point. Then it races on the seeds.
 """
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kronfac_experiments.race.contestants import Contestant, Schedule, Settings
 from kronfac_experiments.race.problem import Problem
-from kronfac_experiments.race.records import TRAINING, VALIDATION, Records, Run, code_of, key
+from kronfac_experiments.race.records import (
+    TRAINING,
+    VALIDATION,
+    Cost,
+    Records,
+    Run,
+    code_of,
+    cost_key,
+    key,
+)
 
 TUNING_SEED = 100
 """What is best there is not chosen by where it will be judged."""
@@ -25,22 +35,22 @@ class Terms:
         seeds: How many, from 0.
         schedule: Of learning rates.
         weight_decays: Decoupled; several are tuned.
-        tune_batch: Whether the other sizes of mini-batches are tried.
+        tune_fully: Whether other mini-batches and other constants are tried at the best point.
         threads: CPU threads.
-        codes: Versions of the code by contestant, where they are not today's.
+        any_code: Whether runs of other versions of the code count, the newest of them.
     """
 
     budget: dict[str, float]
     seeds: int = 3
     schedule: Schedule = "cosine"
     weight_decays: tuple[float, ...] = (0.01,)
-    tune_batch: bool = False
+    tune_fully: bool = False
     threads: int = 1
-    codes: dict[str, str] = field(default_factory=dict)
+    any_code: bool = False
 
-    def code(self, contestant: Contestant) -> str:
-        """The version whose runs count."""
-        return self.codes.get(contestant.name) or code_of(contestant)
+    def code(self, contestant: Contestant) -> str | None:
+        """The version whose runs count; None for any."""
+        return None if self.any_code else code_of(contestant)
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class Entry:
         terms = self.terms
         return key(
             self.problem.name, self.contestant.name, self.settings, self.seed, terms.budget,
-            terms.schedule, terms.threads, terms.code(self.contestant),
+            terms.schedule, terms.threads,
         )  # fmt: skip
 
 
@@ -90,13 +100,22 @@ class Lane:
     @property
     def tuning(self) -> list[list[Entry]]:
         """Stages of tuning; the second one follows from the first, and is empty until that has run."""
-        if not self.contestant.tuned and not self.terms.tune_batch:
+        if not self.contestant.grid:
             return []
-        stages = [self._entries(self._points, TUNING_SEED)] if len(self._points) > 1 else []
-        if self.terms.tune_batch and self.contestant.sampler is None:
-            best = self._best(stages[0]) if stages else self._points[0]
-            sizes = self.problem.batches
-            tried = [] if best is None else [best | {"batch": size} for size in sizes]
+        stages = [self._entries(self._points, TUNING_SEED)]
+        if self.terms.tune_fully and self.contestant.sampler is None:
+            best = self._best(stages[0])
+            others: list[Settings] = [{}]
+            others += [self.contestant.alternative] if self.contestant.alternative else []
+            tried = (
+                [
+                    best | other | {"batch": size}
+                    for size in self.problem.batches
+                    for other in others
+                ]
+                if best is not None
+                else []
+            )
             stages.append(self._entries(tried, TUNING_SEED))
         return stages
 
@@ -118,7 +137,7 @@ class Lane:
     def missing(self) -> list[Entry]:
         """Runs of the first stage that is not complete."""
         for stage in (*self.tuning, self.entries):
-            left = [entry for entry in stage if self.records.get(entry.key) is None]
+            left = [entry for entry in stage if self.run_of(entry) is None]
             if left:
                 return left
         return []
@@ -130,32 +149,41 @@ class Lane:
         Where tuning is not in the file, those at the settings that most seeds have raced with.
         """
         if self.settings is not None:
-            return [run for e in self.entries if (run := self.records.get(e.key)) is not None]
+            return [run for e in self.entries if (run := self.run_of(e)) is not None]
         found: dict[str, list[Run]] = {}
         for run in self.records:
             if self._is_raced(run):
                 found.setdefault(key(run.settings), []).append(run)
         return max(found.values(), key=len, default=[])
 
+    def run_of(self, entry: Entry) -> Run | None:
+        """Its run, if it has been made."""
+        return self.records.run(entry.key, self.terms.code(self.contestant))
+
+    def cost(self, batch: float | None) -> Cost | None:
+        """What its steps cost at this size of the mini-batch, if that has been measured."""
+        name = cost_key(self.problem.name, self.contestant.name, batch, self.terms.threads)
+        return self.records.cost(name, self.terms.code(self.contestant))
+
     def _is_raced(self, run: Run) -> bool:
         terms = self.terms
-        return (run.problem, run.contestant, run.budget, run.schedule, run.threads, run.code) == (
-            self.problem.name,
-            self.contestant.name,
-            terms.budget,
-            terms.schedule,
-            terms.threads,
-            terms.code(self.contestant),
-        ) and run.seed < terms.seeds
+        return (
+            (run.problem, run.contestant) == (self.problem.name, self.contestant.name)
+            and (run.budget, run.schedule, run.threads)
+            == (terms.budget, terms.schedule, terms.threads)
+            and terms.code(self.contestant) in (None, run.code)
+            and run.seed < terms.seeds
+        )
 
     @property
     def runs_left(self) -> int:
         """How many runs are needed still; the most it may be while tuning has not ended."""
         tuning, raced = self.tuning, len(self.runs)
         tried = [entry for stage in tuning for entry in stage]
-        left = sum(self.records.get(entry.key) is None for entry in tried)
-        if self.terms.tune_batch and tuning and not tuning[-1]:
-            left += len(self.problem.batches)
+        left = sum(self.run_of(entry) is None for entry in tried)
+        if self.terms.tune_fully and tuning and not tuning[-1]:
+            # One of them has run in the grid.
+            left += len(self.problem.batches) * (2 if self.contestant.alternative else 1) - 1
         failed = not left and self.settings is None
         return 0 if failed else left + self.terms.seeds - raced
 
@@ -171,7 +199,7 @@ class Lane:
 
     def _best(self, stage: list[Entry]) -> Settings | None:
         """The settings with the best score; None until all have run, or if all failed."""
-        runs = [self.records.get(entry.key) for entry in stage]
+        runs = [self.run_of(entry) for entry in stage]
         ended = [run for run in runs if run is not None]
         if not ended or len(ended) < len(stage):
             return None

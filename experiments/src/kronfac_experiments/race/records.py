@@ -3,15 +3,18 @@
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 import kronfac
+from kronfac_experiments.file_lock import lock, try_lock
 from kronfac_experiments.race.contestants import Contestant, Settings
 from kronfac_experiments.run_directory import RunError
 
@@ -35,6 +38,7 @@ class Run:
         rows: Step, examples, seconds, training loss, validation loss and metric at each evaluation.
         message: Why it ended before its time.
         state_bytes: Bytes of the optimizer's state at the end.
+        weight_bytes: Bytes of the trained parameters.
         machine: Processor and version of torch.
     """
 
@@ -49,14 +53,15 @@ class Run:
     rows: list[list[float]]
     message: str = ""
     state_bytes: int = 0
+    weight_bytes: int = 0
     machine: str = ""
 
     @property
     def key(self) -> str:
-        """What tells it from other runs."""
+        """What tells it from other runs of the same code."""
         return key(
             self.problem, self.contestant, self.settings, self.seed, self.budget, self.schedule,
-            self.threads, self.code,
+            self.threads,
         )  # fmt: skip
 
     def last(self, column: int) -> float:
@@ -92,8 +97,8 @@ class Cost:
 
     @property
     def key(self) -> str:
-        """What tells it from other costs."""
-        return key("cost", self.problem, self.contestant, self.batch, self.threads, self.code)
+        """What tells it from other costs of the same code."""
+        return cost_key(self.problem, self.contestant, self.batch, self.threads)
 
     def steps_in(self, seconds: float) -> int:
         """Steps that fit."""
@@ -105,13 +110,18 @@ def key(*parts: Any) -> str:
     return json.dumps(parts, sort_keys=True)
 
 
+def cost_key(problem: str, contestant: str, batch: float | None, threads: int) -> str:
+    """The key of a cost."""
+    return key("cost", problem, contestant, batch, threads)
+
+
 @cache
 def code_of(contestant: Contestant) -> str:
     """The version of the code that decides a contestant's runs.
 
-    For K-FAC a digest of the library's source; for others torch's version.
+    For kronfac's optimizers a digest of the library's source; for others torch's version.
     """
-    if not contestant.curvature:
+    if contestant.code == "torch":
         return f"torch {torch.__version__.partition('+')[0]}"
     digest = hashlib.sha256()
     folder = Path(kronfac.__file__).parent
@@ -121,7 +131,7 @@ def code_of(contestant: Contestant) -> str:
 
 
 class Records:
-    """The runs in a file, by key.
+    """The runs and costs in a file, which several processes may append to.
 
     Args:
         path: The JSONL file; made with its folder when the first run ends.
@@ -132,48 +142,65 @@ class Records:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._runs: dict[str, Run] = {}
-        self._costs: dict[str, Cost] = {}
-        for item in _read(path):
+        self._kept: dict[str, dict[str, Run | Cost]] = {}
+        self.read()
+
+    def read(self) -> None:
+        """Read what is in the file now."""
+        self._kept = {}
+        for item in _read(self.path):
             self._add(item)
 
     def _add(self, item: Run | Cost) -> None:
-        if isinstance(item, Cost):
-            self._costs[item.key] = item
-        else:
-            self._runs[item.key] = item
+        by_code = self._kept.setdefault(item.key, {})
+        by_code.pop(item.code, None)  # so that the newest comes last
+        by_code[item.code] = item
 
     def __iter__(self) -> Iterator[Run]:
-        return iter(self._runs.values())
+        items = (item for by_code in self._kept.values() for item in by_code.values())
+        return (item for item in items if isinstance(item, Run))
 
-    def __len__(self) -> int:
-        return len(self._runs)
+    def run(self, name: str, code: str | None) -> Run | None:
+        """The run with this key, of this code or, if that is None, of the newest."""
+        found = self._find(name, code)
+        return found if isinstance(found, Run) else None
 
-    def get(self, name: str) -> Run | None:
-        """The run with this key."""
-        return self._runs.get(name)
+    def cost(self, name: str, code: str | None) -> Cost | None:
+        """The cost with this key, of this code or, if that is None, of the newest."""
+        found = self._find(name, code)
+        return found if isinstance(found, Cost) else None
 
-    def cost(self, name: str) -> Cost | None:
-        """The cost with this key."""
-        return self._costs.get(name)
+    def _find(self, name: str, code: str | None) -> Run | Cost | None:
+        by_code = self._kept.get(name, {})
+        return next(reversed(by_code.values()), None) if code is None else by_code.get(code)
 
     def append(self, item: Run | Cost) -> None:
         """Keep a run or a cost, on the disk before this returns."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_unfinished_line(self.path)
-        with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(asdict(item), ensure_ascii=False) + "\n")
+        with self.path.open("a+b") as stream:
+            lock(stream)
+            _drop_unfinished_line(stream)
+            stream.write(json.dumps(asdict(item), ensure_ascii=False).encode() + b"\n")
             stream.flush()
             os.fsync(stream.fileno())
         self._add(item)
 
+    @contextmanager
+    def claimed(self, problem: str) -> Iterator[bool]:
+        """Whether no other process is running this problem; none will while this context is open."""
+        name = hashlib.sha256(f"{self.path.resolve()} {problem}".encode()).hexdigest()[:16]
+        with (Path(tempfile.gettempdir()) / f"kronfac-race-{name}.lock").open("wb") as stream:
+            free = try_lock(stream)
+            if free:
+                self.read()
+            yield free
 
-def _drop_unfinished_line(path: Path) -> None:
+
+def _drop_unfinished_line(stream: IO[bytes]) -> None:
     """Cut what was being written when the machine stopped."""
-    if path.is_file():
-        content = path.read_bytes()
-        if not content.endswith(b"\n"):
-            os.truncate(path, content.rfind(b"\n") + 1)
+    stream.seek(0)
+    content = stream.read()
+    stream.truncate(content.rfind(b"\n") + 1)
 
 
 def _read(path: Path) -> Iterator[Run | Cost]:

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +23,9 @@ TUNING_MARKS = (0.5, 0.7, 0.8, 0.9, 1.0)
 TAIL = 9
 """θ̄ ← θ̄ + min(1, 9 / (t + 9)) (θ − θ̄) weighs the last ninth of the steps like a plain mean does
 (Shamir and Zhang, 2013)."""
-FIRST_STEPS, ROUNDS, ROUND_STEPS = 20, 4, 10
-"""Steps of each contestant at the start, and rounds of steps after them, when costs are measured."""
+FIRST_STEPS, ROUNDS, ROUND_STEPS = 20, 5, 20
+"""Steps of each contestant at the start, and rounds of steps after them, when costs are measured: some
+refresh something every 10, 20 or 50 steps."""
 Clock = Callable[[], float]
 
 
@@ -131,6 +131,16 @@ class Training:
         ):
             mean.lerp_(parameter, weight)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state."""
+        return state_bytes(self.optimizer.state_dict())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the trained parameters."""
+        return sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+
     def evaluate(self) -> list[float]:
         """A row: step, examples, seconds, training loss, validation loss and metric."""
         for mean, buffer in zip(self._average.buffers(), self.model.buffers(), strict=True):
@@ -190,28 +200,18 @@ def run(
     return rows, message
 
 
-def memory(training: Training) -> int:
-    """Bytes of the optimizer's state."""
-    state: Any = training.optimizer.state_dict()
-    return state_bytes(state)
-
-
-def step_costs(
-    trainings: Sequence[Training], limit: float, tick: Callable[[], None] = lambda: None
-) -> list[tuple[float, float]]:
-    """Seconds of the first steps together, and of each later one, taking turns.
+def step_costs(trainings: Sequence[Training], limit: float) -> list[tuple[float, float]]:
+    """Seconds that the first steps take beyond later ones, and of each later one, taking turns.
 
     Args:
         trainings: One of each contestant.
         limit: Seconds after which a contestant takes no more steps.
-        tick: Called after every turn.
     """
 
     def take(training: Training, steps: int) -> None:
         for _ in range(steps):
             if training.seconds < limit or training.steps == 0:
                 training.step(0.5)
-        tick()
 
     for training in trainings:
         take(training, FIRST_STEPS)
