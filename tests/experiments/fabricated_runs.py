@@ -39,21 +39,16 @@ def metrics(iterations: int = 60, kfac: bool = True, scale: float = 1.0) -> list
     return rows
 
 
-def config(**settings: Any) -> dict[str, Any]:
-    """The configuration of a K-FAC run on MNIST, but for `settings`."""
-    usual = {
-        "problem": "mnist",
-        "optimizer": "kfac",
-        "inverse": "block_diagonal",
-        "preset": "paper",
-        "batch": 500,
-        "seed": 0,
-        "dtype": "float32",
-        "threads": 2,
+def config(problem: str = "mnist", **options: Any) -> dict[str, Any]:
+    """The configuration of a K-FAC run, but for `options`."""
+    usual = {"optimizer": "kfac", "batch": 500, "seed": 0, "dtype": "float32", "threads": 2}
+    kfac = {"inverse": "block_diagonal", "preset": "paper"}
+    return {
+        "name": problem,
+        "config": usual | {"problem": problem, "kfac": kfac} | options,
         "versions": {"kronfac": "0.1.0", "torch": "2.13.0"},
         "machine": {"processors": 2},
     }
-    return usual | settings
 
 
 def reconstructions(side: int = 28, iterations: tuple[int, ...] = (0, 10, 50)) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from kronfac_experiments.cli import main
 
-TINY = ("--layers", "16,8,3", "--threads", "1", "--batch", "40", "--no-tensorboard")
+TINY = ("--layers", "16,8,3", "--threads", "1", "--batch", "40")
 
 
 def write_cases(folder: Path, name: str = "cases.npz", **arrays: np.ndarray) -> Path:

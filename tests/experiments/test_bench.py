@@ -1,8 +1,10 @@
 """`kronfac bench`: tiny real runs, their tables, and answers to mistakes."""
 
 import pytest
+import torch
 
-from kronfac_experiments.bench import import_time, steps
+from kronfac_experiments import problems
+from kronfac_experiments.bench import import_time, mnist, steps
 from kronfac_experiments.options import command_line
 from tests.experiments.runs import kronfac
 
@@ -74,6 +76,29 @@ def test_the_import_is_measured_in_processes_of_its_own(tmp_path):
     assert "what kronfac adds to it" in page.read_text()
     trial = import_time.measure(import_time.ImportConfig(repeats=1))
     assert 0 < trial.statement[0] < trial.both[0]
+
+
+def test_examples_to_an_error_are_compared_with_the_threshold(tmp_path, monkeypatch, capsys):
+    data = torch.rand(40, 12, generator=torch.Generator().manual_seed(0))
+    tiny = problems.Problem("mnist", (12, 6, 3, 6, 12), "bernoulli", 1e-5, 40, 10)
+    monkeypatch.setitem(problems.PROBLEMS, "mnist", tiny)
+    monkeypatch.setattr(problems, "load", lambda name: (data, data[:10]))
+    monkeypatch.setattr(mnist, "MOST_ITERATIONS", 20)
+    monkeypatch.setattr(mnist, "ERROR", 2.0)
+    words = ("mnist", "--seeds", 0, 1, 2, "--runs", tmp_path, "--threads", 1)
+    assert bench(*words) == 0
+    out = capsys.readouterr().out
+    assert "Examples to error 2.0" in out
+    assert "At most 100,000 are allowed" in out
+    monkeypatch.setattr(mnist, "MOST_EXAMPLES", 1)
+    assert bench(*words) == 1
+    assert "is above the threshold of 1." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_mnist_by_defaults_takes_at_most_100_000_examples(real_data, tmp_path):
+    """Median of six seeds; about 500,000 in the authors' run."""
+    assert bench("mnist", "--runs", tmp_path) == 0
 
 
 def test_the_command_says_what_is_not_default():

@@ -13,7 +13,7 @@ from kronfac_experiments import problems
 from kronfac_experiments.data.mnist import LabelledImages, Mnist
 from kronfac_experiments.figures import FIGURES, FigureConfig, figure_7, files, make_figure, network
 
-TINY = figure_7.Setting("tiny", 6, 10, True, 10.0, 0.01, 10.0, 4)
+TINY = figure_7.Setting("curves", 6, 10, 10.0, 0.01, 10.0, 4)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -23,11 +23,11 @@ def small():
     labels = torch.randint(10, (80,), generator=generator)
     images = torch.rand(80, 256, generator=generator) * (1 + labels[:, None]) / 10
     part = LabelledImages(images, labels)
-    tiny = problems.Problem("tiny", (12, 6, 3, 6, 12), "bernoulli", 1e-5, 40, 10)
+    tiny = problems.Problem("curves", (12, 6, 3, 6, 12), "bernoulli", 1e-5, 40, 10)
     data = torch.rand(40, 12, generator=generator)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "mnist_16x16", lambda: Mnist(part, part))
-        patch.setitem(problems.PROBLEMS, "tiny", tiny)
+        patch.setitem(problems.PROBLEMS, "curves", tiny)
         patch.setattr(problems, "load", lambda name: (data, data[:10]))
         patch.setattr(figure_7, "QUICK", TINY)
         patch.setattr(figure_7, "FULL", TINY)
@@ -46,7 +46,12 @@ class Made:
         if number not in self._made:
             cases = None if number == 7 else 60
             config = FigureConfig(
-                number=number, quick=True, output=self.folder, cases=cases, threads=1
+                number,
+                quick=True,
+                output=self.folder,
+                runs=self.folder.parent,
+                cases=cases,
+                threads=1,
             )
             with contextlib.redirect_stdout(io.StringIO()) as said:
                 paths = make_figure(config)
@@ -118,31 +123,16 @@ def test_figure_7_has_every_gamma_for_every_rule(made):
     assert {row["rule"] for row in rows} == set(figure_7.STYLES)
     gammas = sorted({float(row["gamma"]) for row in rows})
     assert gammas == pytest.approx([0.01, 0.1, 1.0, 10.0])
-    assert not (made.folder / "figure_7_run.pt").exists()
 
 
-def test_figure_7_continues_an_interrupted_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(figure_7, "SAVE_EVERY", 2)
-    whole = make_figure(FigureConfig(number=7, output=tmp_path / "whole", threads=1))[-1]
+def test_figure_7_trains_once_and_sweeps_from_there(tmp_path, monkeypatch):
     step, taken = KFAC.step, []
-
-    def interrupted(self, closure):
-        if len(taken) == 5:
-            raise KeyboardInterrupt
-        taken.append(1)
-        return step(self, closure)
-
-    monkeypatch.setattr(KFAC, "step", interrupted)
-    config = FigureConfig(number=7, output=tmp_path / "parts", threads=1)
-    with pytest.raises(KeyboardInterrupt):
-        make_figure(config)
     monkeypatch.setattr(KFAC, "step", lambda self, closure: taken.append(1) or step(self, closure))
-    resumed = make_figure(config)[-1]
-    assert len(taken) == 5 + 2  # the fifth was after the last save
-    assert resumed.read_text() == whole.read_text()
-    other = FigureConfig(number=7, output=tmp_path / "parts", threads=1, seed=1)
-    with pytest.raises(ValueError, match="another run"):
-        make_figure(other)
+    config = FigureConfig(number=7, output=tmp_path, runs=tmp_path, threads=1)
+    whole = make_figure(config)[-1].read_text()
+    assert len(taken) == TINY.iterations
+    assert make_figure(config)[-1].read_text() == whole
+    assert len(taken) == TINY.iterations
 
 
 def test_threads_are_put_back(made, monkeypatch):

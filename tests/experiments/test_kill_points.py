@@ -1,157 +1,166 @@
-"""kill -9 at any line, at any sync and at any time, again and again: the end is the same to the bit.
+"""kill -9 at any line and at any sync, again and again: the end is the same to the bit.
 
-Processes are real; `kill_server.py` forks them from one that has torch imported.
+    python -m tests.experiments.test_kill_points FOLDER
+
+is a process that has imported all that a run needs, and forks a `kronfac` for every job. A job is a line of
+JSON on standard input: the `words` of the command, the `log` to write its output to, and where it is
+killed: before the n-th `line` of code that is executed in `WATCHED`, or at the n-th `sync`, when half of
+what was not synced before is lost. The answer has its exit code and how many lines and syncs it came to.
 """
 
+import json
 import os
 import random
-import shutil
 import signal
-from dataclasses import dataclass
+import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.experiments.kill_server import KillServer
-from tests.experiments.runs import TINY, assert_same_run, write_cases
+import kronfac
+import kronfac_experiments
+from tests.experiments.runs import TINY, assert_same_run, train, write_cases
+from tests.experiments.runs import kronfac as command
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
-ITERATIONS = 24
+LIBRARY, EXPERIMENTS = Path(kronfac.__file__).parent, Path(kronfac_experiments.__file__).parent
+NAMES = ("run_directory", "atomic_files", "file_lock", "train", "session", "optimizers")
+WATCHED = {
+    *(str(EXPERIMENTS / f"{name}.py") for name in NAMES),
+    *map(str, (LIBRARY / "step").glob("*.py")),
+}
+"""What decides the order of writes, and what is in memory then."""
 RUNS = {
     "kfac": "",
     "tridiagonal": "--inverse block_tridiagonal --preset paper --batch paper --average 5",
     "ekfac": "--inverse ekfac --batch adaptive --dtype float64",
     "nag": "--optimizer nag --average 7",
 }
-NIGHTLY_POINTS = 50
-"""Kill points of each run: 200 in all."""
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A run that nothing disturbed, and how many places there are in it to be killed at."""
+def work(job, answer):
+    """The child: run the command, be killed or report how far it came."""
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    counts, synced, fsync = {"line": 0, "sync": 0}, {}, os.fsync
 
-    words: tuple[object, ...]
-    folder: Path
-    lines: int
-    syncs: int
-    seconds: float
+    def trace(frame, event, _):
+        if frame.f_code.co_filename not in WATCHED:
+            return None
+        if event == "line":
+            counts["line"] += 1
+            if counts["line"] == job.get("line"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
 
-    def point(self, kind: str, chance: random.Random) -> dict[str, float]:
-        if kind == "line":
-            return {"line": chance.randint(1, self.lines)}
-        if kind == "sync":
-            kept = chance.choice([0.0, chance.random(), 1.0])
-            return {"sync": chance.randint(1, self.syncs), "kept": kept}
-        return {"seconds": chance.uniform(0, self.seconds)}
+    def count_sync(descriptor):
+        counts["sync"] += 1
+        status = os.fstat(descriptor)
+        if counts["sync"] == job.get("sync"):
+            if stat.S_ISREG(status.st_mode):
+                safe = min(synced.get(status.st_ino, 0), status.st_size)
+                os.ftruncate(descriptor, (safe + status.st_size) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(descriptor)
+        synced[status.st_ino] = status.st_size
+
+    os.fsync = count_sync
+    sys.settrace(trace)
+    code = command(*job["words"])
+    sys.settrace(None)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.write(answer, json.dumps(counts | {"code": code}).encode())
+
+
+def serve(folder):
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(folder / "warm_up.log", os.O_WRONLY | os.O_CREAT), 1)
+    assert train(write_cases(folder, "warm_up.npz"), folder / "warm_up", "--iterations", 2) == 0
+    tasks = Path("/proc/self/task")
+    assert not tasks.is_dir() or len(list(tasks.iterdir())) == 1, "a fork would lose threads"
+    sys.stdout.flush()
+    for line in sys.stdin:
+        receiving, sending = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                work(json.loads(line), sending)
+            finally:
+                os._exit(0)
+        os.close(sending)
+        with os.fdopen(receiving) as stream:
+            counts = stream.read()
+        _, status = os.waitpid(child, 0)
+        code = {"code": os.waitstatus_to_exitcode(status)}
+        print(json.dumps(json.loads(counts) if counts else code), file=answers, flush=True)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with KillServer(tmp_path_factory.mktemp("server")) as server:
-        yield server
+def run_job(tmp_path_factory):
+    """Runs a command in a process of its own, which is killed at the point if one is given."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tests.experiments.test_kill_points",
+            str(tmp_path_factory.mktemp("server")),
+        ],
+        cwd=Path(__file__).resolve().parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
+    def run(words, log, **point):
+        job = {"words": list(map(str, words)), "log": str(log), **point}
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+        return json.loads(process.stdout.readline())
 
-@pytest.fixture(scope="module")
-def wholes(server, tmp_path_factory):
-    """Undisturbed runs by name, made when they are first asked for."""
-    folder = tmp_path_factory.mktemp("whole")
-    data, made = write_cases(folder), {}
-
-    def whole(name):
-        if name not in made:
-            words = ("train", "--data", data, *TINY, "--iterations", ITERATIONS)
-            words += (*RUNS[name].split(), "--checkpoint-every", 0)
-            log = folder / f"{name}.log"
-            answer = server((*words, "--run-dir", folder / name), log)
-            assert answer["code"] == 0, log.read_text()
-            made[name] = Whole(
-                words, folder / name, answer["lines"], answer["syncs"], answer["took"]
-            )
-        return made[name]
-
-    return whole
-
-
-def survive(server, whole, folder, point, chance):
-    """Start, be killed at the point, resume, be killed at others, and so on to the end."""
-    run, log = folder / "run", folder / "log"
-    kills = []
-    while True:
-        words = (*whole.words, "--run-dir", run)
-        if (run / "config.json").is_file():
-            words = ("train", "--resume", run, "--checkpoint-every", chance.choice([0, 0.01]))
-        answer = server(words, log, **point)
-        if answer["code"] != -signal.SIGKILL:
-            break
-        kills.append(point)
-        again = chance.random() < 0.5 and len(kills) < 6
-        kind = chance.choice(["line", "line", "sync", "seconds"])
-        point = whole.point(kind, chance) if again else {}
-    said = log.read_text()
-    ended = answer["code"] == 2 and "has ended already" in said.splitlines()[-1]
-    assert answer["code"] == 0 or ended, (kills, said)
-    try:
-        assert_same_run(whole.folder, run)
-    except AssertionError as error:
-        raise AssertionError(f"killed at {kills}: {said}") from error
-    assert not list(run.glob(".*")), kills
-    return kills
-
-
-def points(server, wholes, name, folder, count, kinds):
-    whole = wholes(name)
-    killed = 0
-    for k in range(count):
-        chance = random.Random(f"{name}, {k}")
-        here = folder / str(k)
-        here.mkdir()
-        killed += bool(
-            survive(server, whole, here, whole.point(kinds[k % len(kinds)], chance), chance)
-        )
-        shutil.rmtree(here)
-    # A time may lie behind the end of a run that is faster than the one that was measured.
-    assert killed >= count * (1 - kinds.count("seconds") / len(kinds))
-
-
-def test_a_run_killed_at_a_few_points_ends_as_if_it_had_not_been(server, wholes, tmp_path):
-    points(server, wholes, "kfac", tmp_path, 6, ["line", "sync", "seconds"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_killed_at_many_points_ends_as_if_it_had_not_been(name, server, wholes, tmp_path):
-    kinds = ["line", "line", "line", "line", "sync"]
-    points(server, wholes, name, tmp_path, NIGHTLY_POINTS, kinds)
-
-
-@pytest.mark.slow
-def test_a_run_killed_at_random_times_ends_as_if_it_had_not_been(server, wholes, tmp_path):
-    points(server, wholes, "kfac", tmp_path, 20, ["seconds"])
+    yield run
+    process.communicate()
 
 
 @pytest.mark.parametrize(
-    "count",
-    [pytest.param(4, id="few"), pytest.param(60, marks=pytest.mark.slow, id="many")],
+    ("name", "count"),
+    [("kfac", 6), *(pytest.param(name, 50, marks=pytest.mark.slow) for name in RUNS)],
 )
-def test_killed_while_it_turns_to_the_checkpoint_before(count, server, wholes, tmp_path):
-    """At lines of a resume whose newest checkpoint is damaged: the good one is never lost."""
-    whole = wholes("kfac")
-    stopped, log = tmp_path / "stopped", tmp_path / "log"
-    assert server((*whole.words, "--iterations", 20, "--run-dir", stopped), log)["code"] == 0
-    file = stopped / "checkpoint.pt"
-    file.write_bytes(file.read_bytes()[:1000])
-
-    shutil.copytree(stopped, tmp_path / "unkilled")
-    words = ("train", "--iterations", ITERATIONS, "--resume")
-    writing = server((*words, tmp_path / "unkilled"), log)["writing"]
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(
+    name, count, run_job, tmp_path
+):
+    words = ("train", "--data", write_cases(tmp_path), *TINY, "--iterations", 24)
+    words += (*RUNS[name].split(), "--checkpoint-every", 0)
+    whole = tmp_path / "whole"
+    most = run_job((*words, "--run-dir", whole), tmp_path / "whole.log")
+    assert most["code"] == 0, (tmp_path / "whole.log").read_text()
     for k in range(count):
-        run = tmp_path / str(k)
-        shutil.copytree(stopped, run)
-        point = {"writing": 1 + k * (writing - 1) // (count - 1)}
-        assert server((*words, run), log, **point)["code"] == -signal.SIGKILL
-        answer = server((*words, run), log)
-        ended = answer["code"] == 2 and "has ended already" in log.read_text().splitlines()[-1]
-        assert answer["code"] == 0 or ended, (point, log.read_text())
-        assert_same_run(whole.folder, run)
+        chance, run, log = random.Random(f"{name}, {k}"), tmp_path / str(k), tmp_path / f"{k}.log"
+        kind = "sync" if k % 5 == 1 else "line"
+        point, kills = {kind: chance.randint(1, most[kind])}, []
+        while True:
+            again = ("train", "--resume", run, "--checkpoint-every", 0)
+            begun = (run / "config.json").is_file()
+            answer = run_job(again if begun else (*words, "--run-dir", run), log, **point)
+            if answer["code"] != -signal.SIGKILL:
+                break
+            kills.append(point)
+            more = chance.random() < 0.5 and len(kills) < 6
+            point = {"line": chance.randint(1, most["line"])} if more else {}
+        said = log.read_text()
+        ended = answer["code"] == 2 and "has ended already" in said.splitlines()[-1]
+        assert kills
+        assert answer["code"] == 0 or ended, (kills, said)
+        assert_same_run(whole, run)
+        assert not list(run.glob(".*")), kills
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))

@@ -8,11 +8,11 @@ import pytest
 import tyro
 
 from kronfac import KronfacError
-from kronfac_experiments.pages.page import PageError
+from kronfac_experiments.pages.document import PageError
 from kronfac_experiments.report import ReportConfig, ReportError, write_report
 from kronfac_experiments.report.figures import grey_range, line_of, spread
-from kronfac_experiments.report.runs import read_runs
-from kronfac_experiments.report.tables import best_first, flatten, number
+from kronfac_experiments.report.page import best_first, number
+from kronfac_experiments.report.runs import flatten, read_runs
 from tests.experiments.fabricated_runs import config, metrics, reconstructions, write_run
 
 VOID = {"meta", "link", "img", "br"}
@@ -23,7 +23,7 @@ class Page(HTMLParser):
 
     def __init__(self, source):
         super().__init__()
-        self.elements, self.text, self.open = [], "", []
+        self.source, self.elements, self.text, self.open = source, [], "", []
         self.feed(source)
         assert self.open == []
 
@@ -46,8 +46,8 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
     @property
-    def ids(self):
-        return [attributes["id"] for _, attributes in self.elements if "id" in attributes]
+    def headings(self):
+        return re.findall(r"<h2>(.*?)</h2>", self.source)
 
 
 @pytest.fixture
@@ -61,29 +61,23 @@ def report(tmp_path):
 
 def test_page_of_whole_runs_has_every_section(tmp_path, report):
     kfac = write_run(tmp_path / "kfac")
-    nag = write_run(
-        tmp_path / "nag",
-        metrics(kfac=False, scale=2),
-        config(optimizer="nag", inverse=None, preset=None),
+    other = write_run(
+        tmp_path / "nag", metrics(kfac=False, scale=2), config(optimizer="nag", kfac={})
     )
-    page = report(kfac, nag)
-    assert page.ids == [
-        "summary",
-        "summary-table",
-        "errors",
-        "steps",
-        "time",
-        "parts-table",
-        "pictures",
-        "configuration",
-        "configuration-table",
-        "command",
+    page = report(kfac, other)
+    assert page.headings == [
+        "Summary",
+        "Time by part",
+        "Configuration",
+        "Error",
+        "Step by step",
+        "Reconstructions by kfac",
+        "Reconstructions by nag",
     ]
     assert (
         "Lowest training error on mnist: 1.346 by kfac; the next, nag, ended at 2.692"
         in " ".join(page.text.split())
     )
-    assert len(page.attributes("img")) == 4  # errors, traces, a gallery each
     assert all(image["alt"] for image in page.attributes("img"))
 
 
@@ -103,34 +97,13 @@ def test_page_loads_nothing(tmp_path, report):
 
 
 def test_runs_may_be_many_and_long_and_the_page_stays_light(tmp_path, report):
-    rows = metrics(iterations=3000)
+    rows = metrics(iterations=600)
     for row in rows:
         row["train_error"] = row["loss"]
     folders = [write_run(tmp_path / f"run {k}", rows, config(seed=k)) for k in range(12)]
     report(*folders)
     assert (tmp_path / "page.html").stat().st_size < 2e6
     assert len({line_of(index) for index in range(12)}) == 12
-
-
-def test_a_run_with_metrics_alone(tmp_path, report):
-    folder = tmp_path / "bare"
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text('{"loss": 3.0}\n{"loss": 2.0}\n', encoding="utf-8")
-    page = report(folder)
-    assert "steps" in page.ids
-    assert not {"time", "pictures", "configuration"} & set(page.ids)
-    assert "No error has been evaluated yet" in page.text
-    assert "No run has a finite training error yet" in page.text
-
-
-def test_cases_are_counted_where_they_are_missing(tmp_path):
-    rows = [
-        {"iteration": 0, "batch": 0},
-        {"iteration": 1, "batch": 10},
-        {"iteration": 2, "batch": 20},
-    ]
-    (run,) = read_runs([write_run(tmp_path / "run", rows)])
-    assert run.columns["cases"].tolist() == [0, 10, 30]
 
 
 def test_a_half_written_last_line_is_left_out(tmp_path):
@@ -142,23 +115,11 @@ def test_a_half_written_last_line_is_left_out(tmp_path):
     assert run.notes == ()
 
 
-def test_unreadable_lines_and_events_are_told(tmp_path, report):
+def test_events_are_told(tmp_path, report):
     rows = metrics()
     rows[7]["events"] = ["refused: loss <nan>"]
-    folder = write_run(tmp_path / "run", rows)
-    whole = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    (folder / "metrics.jsonl").write_text('{"iter\n[1]\n\n' + whole, encoding="utf-8")
-    page = report(folder)
-    assert "2 unreadable lines of metrics.jsonl were left out" in page.text
+    page = report(write_run(tmp_path / "run", rows))
     assert "1 events, the first in iteration 7: refused: loss <nan>" in page.text
-
-
-def test_iterations_written_again_after_a_resume_count_once(tmp_path):
-    rows = metrics(iterations=40)
-    again = [{**row, "loss": -1.0} for row in rows[30:]]
-    (run,) = read_runs([write_run(tmp_path / "run", rows + again)])
-    assert run.columns["iteration"].tolist() == list(range(41))
-    assert run.columns["loss"][30:].tolist() == [-1.0] * 11
 
 
 def test_an_empty_run_is_said_to_be_empty(tmp_path, report):
@@ -166,7 +127,7 @@ def test_an_empty_run_is_said_to_be_empty(tmp_path, report):
     assert "metrics.jsonl holds no iteration yet" in page.text
 
 
-@pytest.mark.parametrize("name", ["Läufe ∇θ 訓練", "<img src=x onerror=alert(1)>", "a&amp;b\"c'"])
+@pytest.mark.parametrize("name", ["Läufe $θ$", "<img src=x onerror=alert(1)>", "a&amp;b\"c'"])
 def test_names_are_text_everywhere(tmp_path, report, name):
     folder = write_run(tmp_path / name, settings=config(**{name: f"</script>{name}"}))
     other = write_run(tmp_path / "other")
@@ -214,30 +175,26 @@ def test_two_problems_are_not_compared(tmp_path, report):
 
 def test_diverged_runs_say_so(tmp_path, report):
     rows = metrics()
-    rows[-1] |= {"train_error": None, "test_error": float("nan")}
+    rows[-1] |= {"train_error": None, "test_error": None}
     page = report(write_run(tmp_path / "run", rows))
     assert page.text.count("not finite") == 2
 
 
 def test_configurations_side_by_side(tmp_path, report):
-    report(
-        write_run(tmp_path / "one", settings=config(seed=1, extra=0.5, nothing=None)),
-        write_run(tmp_path / "two", settings=config(seed=2, machine={"processors": 8})),
+    one = config(seed=1, extra=0.5, nothing=None)
+    two = config(seed=2) | {"machine": {"processors": 8}}
+    page = report(
+        write_run(tmp_path / "one", settings=one), write_run(tmp_path / "two", settings=two)
     )
-    source = (tmp_path / "page.html").read_text(encoding="utf-8")
     differing = re.findall(
-        r"<tr class=differs><th.*?([\w.]+)</th><td>(.*?)</td><td>(.*?)</td>", source
+        r'<th scope="row">≠ ([\w.]+)</th><td>(.*?)</td><td>(.*?)</td>', page.source
     )
     assert differing == [
         ("seed", "1", "2"),
-        ("machine.processors", "2", "8"),
         ("extra", "0.5", "—"),
+        ("machine.processors", "2", "8"),
     ]
-    assert flatten({"a": {"b": [1, "é"]}, "c": {}, "d": True, "e": None}) == {
-        "a.b": '[1, "é"]',
-        "c": "{}",
-        "d": "true",
-    }
+    assert flatten({"a": {"b": [1, "é"]}, "d": True, "e": None}) == {"a.b": '[1, "é"]', "d": "true"}
 
 
 def test_grey_is_zero_to_one_or_what_occurs():
@@ -260,8 +217,6 @@ def test_spread_keeps_the_ends(count):
         lambda path: path.write_bytes(b"PK\x03\x04 cut off"),
         lambda path: np.savez(path, iterations=[1]),
         lambda path: np.savez(path, **reconstructions() | {"originals": np.zeros((8, 700))}),
-        lambda path: np.savez(path, **reconstructions() | {"iterations": np.arange(9)}),
-        lambda path: np.savez(path, **reconstructions() | {"originals": np.array([{}])}),
     ],
 )
 def test_pictures_that_cannot_be_read_are_told(tmp_path, report, damage):
@@ -269,14 +224,15 @@ def test_pictures_that_cannot_be_read_are_told(tmp_path, report, damage):
     damage(folder / "reconstructions.npz")
     page = report(folder)
     assert "reconstructions.npz was left out: " in page.text
-    assert "pictures" not in page.ids
+    assert not any(heading.startswith("Reconstructions") for heading in page.headings)
 
 
 def test_a_run_without_snapshots_has_no_pictures(tmp_path, report):
     folder = write_run(tmp_path / "run")
     nothing = {"iterations": [], "originals": np.zeros((8, 784)), "reconstructions": []}
     np.savez(folder / "reconstructions.npz", **nothing)
-    assert "pictures" not in report(folder).ids
+    headings = report(folder).headings
+    assert not any(heading.startswith("Reconstructions") for heading in headings)
 
 
 def test_folders_of_runs_and_folders_of_other_things(tmp_path, report, capsys):
@@ -287,7 +243,8 @@ def test_folders_of_runs_and_folders_of_other_things(tmp_path, report, capsys):
     (tmp_path / "runs" / "demo" / "report.html").write_text("a page", encoding="utf-8")
     (tmp_path / "runs" / "bench").mkdir()
     page = report(*sorted((tmp_path / "runs").iterdir()))
-    assert all(f"{name}mnist" in page.text.replace(" ", "") for name in ("alone", "adamw", "kfac"))
+    rows = re.findall(r'<th scope="row">(\w+)</th>', page.source)
+    assert {"alone", "adamw", "kfac"} <= set(rows)
     assert "Left out, as no runs" in capsys.readouterr().err
     with pytest.raises(ReportError, match=r"'.*bench' is no run folder: it has no metrics.jsonl"):
         report(tmp_path / "runs" / "bench")
@@ -303,7 +260,11 @@ def test_folders_of_runs_and_folders_of_other_things(tmp_path, report, capsys):
         ),
         (
             lambda folder: (write_run(folder) / "config.json").write_text("[1]"),
-            r"JSON object; '.*lost.config\.json' holds a list",
+            r"cannot read '.*lost.config\.json'",
+        ),
+        (
+            lambda folder: (write_run(folder) / "metrics.jsonl").write_text('{"iter\n{}\n'),
+            r"cannot read line 1 of '.*lost.metrics\.jsonl'",
         ),
     ],
 )
@@ -369,7 +330,7 @@ def test_text_has_contrast_in_light_and_dark(tmp_path, report):
     for scheme in (light, dark):
         colours |= dict(re.findall(r"--([\w-]+): #([0-9a-f]{6})", scheme))
         for text in ("text", "muted", "accent"):
-            for ground in ("page", "panel", "marked"):
+            for ground in ("page", "panel"):
                 # WCAG 2.2, level AA.
                 assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
 

@@ -1,11 +1,17 @@
+"""Runs that are killed, stopped or damaged, and go on; and what is refused before anything is changed."""
+
 import json
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
 
-from kronfac_experiments.interrupt import Interrupts
+import kronfac_experiments.train as train_module
+from kronfac_experiments import run_directory
+from kronfac_experiments.atomic_files import write_atomically
+from kronfac_experiments.train import Interrupts
 from tests.experiments.runs import (
     assert_same_run,
     checkpoint,
@@ -39,7 +45,7 @@ def wait_for_rows(run, count, process):
 
 def launch(data, run, tmp_path, *words):
     command = ("train", "--data", data, "--layers", "16,8,3", "--threads", 1, "--batch", 40)
-    options = ("--no-tensorboard", "--run-dir", run, "--checkpoint-every", 0.1, *words)
+    options = ("--run-dir", run, "--checkpoint-every", 0.1, *words)
     return start_process(*command, *options, folder=tmp_path)
 
 
@@ -158,16 +164,144 @@ def test_an_incomplete_configuration_is_refused(data, tmp_path, capsys):
     run = tmp_path / "run"
     assert train(data, run, "--iterations", 3) == 0
     written = json.loads((run / "config.json").read_text())
-    del written["batch"]
+    del written["config"]["kfac"]
     (run / "config.json").write_text(json.dumps(written))
     assert kronfac("train", "--resume", run) == 2
-    assert "batch" in capsys.readouterr().err
+    assert "config.json is not one of kronfac train: KeyError('kfac')" in capsys.readouterr().err
 
 
-def test_a_run_from_before_an_option_was_there_goes_on(data, tmp_path):
+# --- a folder belongs to one process -------------------------------------------------
+
+
+def contents(run):
+    return {file.name: file.read_bytes() for file in run.iterdir() if file.is_file()}
+
+
+def only_line(capsys):
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_folder_in_which_a_run_goes_on_cannot_be_resumed_by_another_process(
+    data, tmp_path, capsys
+):
     run = tmp_path / "run"
+    process = launch(data, run, tmp_path, "--iterations", 10**6)
+    wait_for_rows(run, 2, process)
+    assert kronfac("train", "--resume", run, "--iterations", 2) == 2
+    assert f"Another process is training in {run}" in only_line(capsys)
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+    further = checkpoint(run)["iteration"] + 2
+    assert kronfac("train", "--resume", run, "--iterations", further) == 0, "no lock is left behind"
+    assert [row["iteration"] for row in rows(run)] == list(range(further + 1))
+
+
+def test_of_two_new_runs_in_one_folder_one_is_refused(data, tmp_path, capsys, monkeypatch):
+    """Both find the folder empty while they load their data."""
+    run = tmp_path / "run"
+    assert train(data, run, "--iterations", 3) == 0
+    before = contents(run)
+    real, calls = run_directory.check_new, []
+
+    def check_late(path):
+        calls.append(path)
+        if len(calls) > 1:
+            real(path)
+
+    monkeypatch.setattr(run_directory, "check_new", check_late)
+    assert train(data, run, "--seed", 1, "--iterations", 3) == 2
+    assert f"{run} is there already" in only_line(capsys)
+    assert contents(run) == before
+
+
+def test_a_run_is_resumable_from_its_first_iteration_on(data, tmp_path, monkeypatch):
+    """Killed long before `--checkpoint-every` seconds have passed."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert train(data, whole, "--iterations", 6) == 0
+
+    def kill(session):
+        if session.iteration == 4:
+            raise SystemExit(-signal.SIGKILL)
+        return step(session)
+
+    step = train_module.step_or_explain
+    monkeypatch.setattr(train_module, "step_or_explain", kill)
+    assert train(data, killed, "--iterations", 6) == -signal.SIGKILL
+    assert len(rows(killed)) == 5
+    monkeypatch.undo()
+    assert kronfac("train", "--resume", killed) == 0
+    assert_same_run(whole, killed)
+
+
+def test_an_interrupted_start_leaves_nothing_in_the_way_of_the_next_one(data, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    (run / ".config.json.unfinished").touch()
+    assert kronfac("train", "--resume", run) == 2
+    assert "start it again without --resume" in only_line(capsys)
     assert train(data, run, "--iterations", 2) == 0
-    configuration = json.loads((run / "config.json").read_text())
-    assert configuration.pop("ddp") is False
-    (run / "config.json").write_text(json.dumps(configuration))
-    assert kronfac("train", "--resume", run, "--iterations", 3) == 0
+    assert not list(run.glob(".*"))
+
+
+# --- damage --------------------------------------------------------------------------
+
+DAMAGES = {
+    "lost": (lambda run: (run / "checkpoint.pt").unlink(), "has metrics but no checkpoint"),
+    "cut": (lambda run: cut(run / "checkpoint.pt", 1000), "checkpoint.pt is damaged"),
+    "empty": (lambda run: cut(run / "checkpoint.pt", 0), "checkpoint.pt is damaged"),
+    "code in it": (
+        lambda run: torch.save({"do": np.savez}, run / "checkpoint.pt"),
+        "checkpoint.pt is damaged",
+    ),
+    "another format": (
+        lambda run: torch.save({"format": 1}, run / "checkpoint.pt"),
+        "not a checkpoint that this kronfac can read",
+    ),
+    "another network": (
+        lambda run: torch.save(checkpoint(run) | {"model": {}}, run / "checkpoint.pt"),
+        "does not fit",
+    ),
+    "metrics cut": (lambda run: cut(run / "metrics.jsonl", 50), "metrics.jsonl is shorter than"),
+}
+
+
+def cut(file, length):
+    file.write_bytes(file.read_bytes()[:length])
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_run_is_refused_in_one_line_and_left_alone(damage, data, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert train(data, run, "--iterations", 3) == 0
+    break_, message = DAMAGES[damage]
+    break_(run)
+    before = contents(run)
+    capsys.readouterr()
+    assert kronfac("train", "--resume", run, "--iterations", 5) == 2
+    assert message in only_line(capsys)
+    assert contents(run) == before
+
+
+def test_damaged_pictures_are_said_and_do_not_stop_a_run(data, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert train(data, run, "--iterations", 3) == 0
+    cut(run / "reconstructions.npz", 200)
+    assert kronfac("train", "--resume", run, "--iterations", 5) == 0
+    assert f"Warning: {run / 'reconstructions.npz'} is damaged" in capsys.readouterr().out
+    assert len(rows(run)) == 6
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_bytes(b"old")
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(file, lambda stream: stream.write(b"new"))
+    assert contents(tmp_path) == {"file": b"old"}

@@ -18,9 +18,9 @@ from kronfac_experiments.config import (
     TrainConfig,
     resolved,
 )
-from kronfac_experiments.config_json import from_json, to_json
 from kronfac_experiments.evaluation import EvaluationSchedule, snapshot_due
 from kronfac_experiments.optimizers import KfacStepper
+from kronfac_experiments.run_directory import RunDirectory, read_config
 from kronfac_experiments.task import load_task
 from kronfac_experiments.training import ScheduledBatchSampler
 from tests.conftest import mlp, normal
@@ -209,20 +209,20 @@ def test_the_configuration_is_written_whole(data, tmp_path):
     run = tmp_path / "run"
     assert train(data, run, "--iterations", 1, "--seed", 5, "--preset", "paper") == 0
     written = json.loads((run / "config.json").read_text())
-    expected = {
-        "problem": "cases", "optimizer": "kfac", "inverse": "block_diagonal", "preset": "paper",
-        "lambda0": 150.0, "statistics_fraction": 1 / 8, "fisher_fraction": 1 / 4, "momentum": True,
-        "cg_steps": 1,
-        "batch": 40, "average": 200, "seed": 5, "threads": 1, "iterations": 1, "dtype": "float32",
-        "weight_decay": 1e-5, "lr": None,
+    options = written["config"]
+    expected = {"optimizer": "kfac", "batch": 40, "average": 200, "seed": 5, "weight_decay": 1e-5}
+    assert {name: options[name] for name in expected} == expected
+    assert options["kfac"] == {
+        "inverse": "block_diagonal", "preset": "paper", "lambda0": 150.0, "momentum": True, "cg_steps": 1,
+        "statistics_fraction": 1 / 8, "fisher_fraction": 1 / 4,
     }  # fmt: skip
-    assert {name: written[name] for name in expected} == expected
+    assert options["limits"] == {"iterations": 1, "seconds": None, "until_error": None}
+    assert (options["run_dir"], written["name"]) == (None, "cases")
     versions = written["versions"]
     assert versions["python"] == platform.python_version()
     assert versions["torch"] == torch.__version__
     assert versions["kronfac"] == library.__version__
     assert written["machine"]["processors"] >= 1
-    assert "run_dir" not in written
 
 
 @pytest.mark.parametrize(
@@ -235,10 +235,12 @@ def test_the_configuration_is_written_whole(data, tmp_path):
         TrainConfig("mnist", batch="paper", limits=Limits(until_error=1.0)),
     ],
 )
-def test_configurations_survive_json_and_resolving_twice(config):
+def test_configurations_survive_json_and_resolving_twice(config, tmp_path):
     once = resolved(config, cases=20_000, weight_decay=1e-5)
     assert resolved(once, cases=20_000, weight_decay=1e-5) == once
-    assert from_json(json.loads(json.dumps(to_json(once)))) == once
+    with RunDirectory(tmp_path, once, None) as directory:
+        directory.start(None)
+    assert read_config(tmp_path) == once
 
 
 def test_defaults_are_the_papers():
@@ -269,26 +271,12 @@ def test_evaluations_are_as_dense_as_promised():
     ]  # fmt: skip
 
 
-def test_tensorboard_events(data, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import (  # noqa: PLC0415
-        EventAccumulator,
-    )
-
-    run = tmp_path / "run"
-    assert train(data, run, "--iterations", 3, "--tensorboard") == 0
-    events = EventAccumulator(str(run / "tensorboard")).Reload()
-    losses = events.Scalars("step/loss")
-    assert [event.step for event in losses] == [1, 2, 3]
-    assert_close([event.value for event in losses], [row["loss"] for row in rows(run)[1:]])
-    assert [event.step for event in events.Scalars("error/train_error")] == [0, 3]
-
-
 def test_curves_is_the_default_that_needs_no_download(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     # The real network; fewer cases, as drawing all 30,000 takes longer than the rest.
     small = problems.curves(1200)
     monkeypatch.setattr(problems, "load", lambda name: (small[:1000], small[1000:]))
-    words = ("--iterations", 2, "--batch", 100, "--threads", 1, "--no-tensorboard")
+    words = ("--iterations", 2, "--batch", 100, "--threads", 1)
     assert kronfac("train", "curves", *words) == 0
     assert "784-400-200-100-50-25-6-25-" in capsys.readouterr().out
     metrics = rows(tmp_path / "runs" / "curves-kfac-seed0")
@@ -298,12 +286,12 @@ def test_curves_is_the_default_that_needs_no_download(tmp_path, monkeypatch, cap
 def test_the_classifier_counts_mistakes(real_data, tmp_path):
     words = ("--iterations", 3, "--threads", 1, "--batch", 500, "--evaluation-cases", 2000)
     run = tmp_path / "run"
-    assert kronfac("train", "mnist16", *words, "--run-dir", run, "--no-tensorboard") == 0
+    assert kronfac("train", "mnist16", *words, "--run-dir", run) == 0
     metrics = rows(run)
     model = problems.classifier_model(0)
     model.load_state_dict(checkpoint(run)["model"])
     task = load_task(TrainConfig("mnist16"))
-    test = task.test.first(2000)
+    test = task.test.select(slice(2000))
     right = (model(test.inputs).argmax(dim=1) == test.targets).double().mean()
     assert_close(metrics[-1]["test_error"], 100 * (1 - right.item()))
     assert metrics[-1]["test_error"] < metrics[0]["test_error"]

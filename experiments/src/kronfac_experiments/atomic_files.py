@@ -7,25 +7,14 @@ from pathlib import Path
 from typing import IO
 
 
-def write_atomically(
-    path: Path, write: Callable[[IO[bytes]], object], keep: Path | None = None
-) -> None:
-    """Replace a file: write beside it, sync, rename; nothing is left beside it if that fails.
-
-    Args:
-        path: The file.
-        write: Writes the content.
-        keep: Name beside it that the old file gets. Between the two renames there is no file `path`;
-            what `keep` held before is given up only when the new file is on the disk.
-    """
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Replace a file: write beside it, sync, rename; nothing is left beside it if that fails."""
     beside = path.with_name(f".{path.name}.unfinished")
     try:
         with beside.open("wb") as stream:
             write(stream)
             stream.flush()
             os.fsync(stream.fileno())
-        if keep is not None and path.exists():
-            os.replace(path, keep)
         os.replace(beside, path)
     except OSError:
         beside.unlink(missing_ok=True)

@@ -116,6 +116,12 @@ COMMANDS: dict[str, Command | Group] = {
                 "ranks_command",
                 "steps in 1, 2 and 4 processes: seconds, bytes and messages",
             ),
+            "mnist": Command(
+                "bench.mnist",
+                "MnistConfig",
+                "mnist_command",
+                "examples to the authors' error on MNIST by defaults, against a threshold",
+            ),
             "authors-run": Command(
                 "bench.authors_run",
                 "AuthorsRunConfig",

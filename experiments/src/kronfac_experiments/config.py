@@ -1,4 +1,4 @@
-"""What `kronfac train` is told, typed and checked; `config_json.py` writes it down."""
+"""What `kronfac train` is told, typed and checked."""
 
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -57,8 +57,6 @@ class KfacOptions:
         float | None, hint("FLOAT", "1/4; 250 rows at least but with paper")
     ] = None
     """τ₂, share of the mini-batch for the exact-Fisher products, in (0, 1]."""
-    ddp: bool = False
-    """Under torchrun: whether DistributedDataParallel averages the gradients, or K-FAC sums them."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +104,6 @@ class Recording:
     """Training cases for the training error and test cases for the test error, the first ones."""
     checkpoint_every: float = 60.0
     """Seconds of optimiser time between checkpoints; 0: after every iteration."""
-    tensorboard: bool = True
-    """Whether TensorBoard events are written."""
 
     def __post_init__(self) -> None:
         _require(self.evaluate_every >= 0, "evaluate_every", "0 or more", self)
@@ -233,6 +229,15 @@ class TrainConfig:
         """Where the run is written."""
         default = Path("runs") / f"{self.name}-{self.optimizer.lower()}-seed{self.seed}"
         return self.resume or self.run_dir or default
+
+
+GROUPS: dict[str, type] = {
+    "limits": Limits,
+    "kfac": KfacOptions,
+    "first_order": FirstOrderOptions,
+    "recording": Recording,
+}
+"""Fields of a configuration that are configurations themselves."""
 
 
 def _positive(value: object) -> bool:

@@ -7,7 +7,7 @@ Three runs as `kronfac train` makes them, then the report and a verdict.
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -62,27 +62,30 @@ class DemoConfig:
 def members(config: DemoConfig, folder: Path, source: TrainConfig) -> list[Member]:
     """The three runs; `source` names the problem."""
 
-    def run(name: str, **options: object) -> TrainConfig:
-        values = vars(source) | {
-            "batch": config.batch,
-            "average": 0,
-            "limits": Limits(seconds=config.seconds),
-            "recording": Recording(
+    def run(
+        name: str, optimizer: str = "kfac", first_order: FirstOrderOptions | None = None
+    ) -> TrainConfig:
+        return replace(
+            source,
+            optimizer=optimizer,
+            first_order=first_order or FirstOrderOptions(),
+            batch=config.batch,
+            average=0,
+            limits=Limits(seconds=config.seconds),
+            recording=Recording(
                 evaluate_every=0,
                 evaluate_at=tuple(config.seconds * k / EVALUATIONS for k in range(1, EVALUATIONS)),
                 evaluation_cases=EVALUATION_CASES,
-                tensorboard=False,
             ),
-            "seed": config.seed,
-            "threads": config.threads,
-            "run_dir": folder / name,
-        }
-        return TrainConfig(**values | options)
+            seed=config.seed,
+            threads=config.threads,
+            run_dir=folder / name,
+        )
 
     return [
         Member("K-FAC", run("kfac")),
-        Member("Nesterov momentum", run("nesterov", optimizer="nag", first_order=NESTEROV)),
-        Member("AdamW", run("adamw", optimizer="adamw", first_order=ADAMW)),
+        Member("Nesterov momentum", run("nesterov", "nag", NESTEROV)),
+        Member("AdamW", run("adamw", "adamw", ADAMW)),
     ]
 
 

@@ -61,7 +61,7 @@ def evaluate(
         average: Averaged ones.
         cases: Number to measure on, the first ones of each set; None for all.
     """
-    train, test = task.train.first(cases), task.test.first(cases)
+    train, test = (part.select(slice(cases)) for part in (task.train, task.test))
     errors = {"train_error": task.error(model, train), "test_error": task.error(model, test)}
     if average is not None and int(average.n_averaged) > 0:
         errors["averaged_train_error"] = task.error(average, train)

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from kronfac import Intervals, presets
 from kronfac.control import AdaptiveDamping, ConjugateGradients, LongMemory, Measurement
@@ -140,7 +139,7 @@ class KfacStepper:
 
     def step(self, x: Tensor, y: Tensor) -> StepNumbers:
         """One step."""
-        KfacSteps(self.optimizer, self._chunk(len(x))).step(x, y)
+        KfacSteps(self.optimizer, CHUNK).step(x, y)
         report = self.optimizer.report
         assert report is not None
         return StepNumbers(
@@ -157,16 +156,6 @@ class KfacStepper:
             events=tuple(f"{event.kind}: {event.message}" for event in report.events),
             refused=report.refused,
         )
-
-    def _chunk(self, examples: int) -> int:
-        """Examples at a time: with DistributedDataParallel, so that all ranks have as many chunks.
-
-        It waits in every backward pass for that of all ranks, and these have one example more or less.
-        """
-        if not isinstance(self.optimizer.model, DistributedDataParallel):
-            return CHUNK
-        chunks = math.ceil(ranks.largest(ranks.current(), examples) / CHUNK)
-        return math.ceil(examples / chunks)
 
 
 class ClosureStepper:

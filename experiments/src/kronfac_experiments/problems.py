@@ -120,7 +120,9 @@ def build_model(problem: Problem, seed: int) -> nn.Sequential:
         modules.append(layer)
         if index not in (problem.code_layer, len(problem.layers) - 2):
             modules.append(nn.Sigmoid())
-    return sparse_(nn.Sequential(*modules), generator=torch.Generator().manual_seed(seed))
+    model = nn.Sequential(*modules)
+    sparse_(model, torch.Generator().manual_seed(seed))
+    return model
 
 
 def classifier_model(seed: int) -> nn.Sequential:

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from kronfac import KronfacError
 from kronfac.distributed import ALONE, World
@@ -50,11 +49,6 @@ def own_device(device: str) -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" and several else device
 
 
-def restarted() -> bool:
-    """Whether `torchrun` has started the command before, and a worker was lost."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
 def own_part(indices: Tensor, world: World) -> Tensor:
     """This rank's part of the indices of a mini-batch: those from ⌊m r/n⌋ on, for rank r of n.
 
@@ -70,20 +64,6 @@ def own_part(indices: Tensor, world: World) -> Tensor:
             "least. Give a larger --batch, or start fewer processes."
         )
     return indices[m * r // n : m * (r + 1) // n]
-
-
-def averaging_gradients(model: nn.Module, world: World) -> DistributedDataParallel:
-    """The model in DistributedDataParallel, for training; it is evaluated and saved without.
-
-    Raises:
-        ValueError: there is one process only.
-    """
-    if world is ALONE:
-        raise ValueError(
-            "--ddp is for several processes, and this one was not started by torchrun. Leave it out, or "
-            "begin the command with: torchrun --nproc-per-node 4 -m kronfac_experiments.cli train"
-        )
-    return DistributedDataParallel(model)
 
 
 def together(world: World, action: Callable[[], T]) -> T:

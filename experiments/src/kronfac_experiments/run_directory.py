@@ -3,14 +3,13 @@
 - `config.json`: the configuration, versions and machine
 - `metrics.jsonl`: an object an iteration
 - `reconstructions.npz`: `originals` (8, d), `iterations` (s,), `reconstructions` (s, 8, d)
-- `checkpoint.pt`: all that the next iteration depends on, and the length of `metrics.jsonl` then;
-  written first before the first iteration, with a checksum; the one before it is kept, as
-  `checkpoint_files.py` has it
-- `tensorboard/`: events
+- `checkpoint.pt`: all that the next iteration depends on, and the length of `metrics.jsonl` then; written
+  first before the first iteration
 - `diverged.json`: why the run can't go on, if it diverged
 
-Files are replaced whole. `metrics.jsonl` only grows, and is cut back to where the checkpoint left it when a
-run goes on; it is locked as long as a process trains in the folder.
+Files are replaced whole: after kill -9 at any moment there is the old one or the new one. `metrics.jsonl`
+only grows, and is cut back to where the checkpoint left it when a run goes on; it is locked as long as a
+process trains in the folder.
 """
 
 import json
@@ -18,6 +17,7 @@ import math
 import os
 import zipfile
 import zlib
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +26,6 @@ import numpy.typing as npt
 import torch
 
 from kronfac import KronfacError
-from kronfac_experiments import checkpoint_files
 from kronfac_experiments.atomic_files import (
     is_unfinished,
     remove_unfinished,
@@ -34,16 +33,14 @@ from kronfac_experiments.atomic_files import (
     write_atomically,
     write_json,
 )
-from kronfac_experiments.checkpoint import CheckpointError
-from kronfac_experiments.config import TrainConfig
-from kronfac_experiments.config_json import from_json, to_json
+from kronfac_experiments.config import GROUPS, TrainConfig
 from kronfac_experiments.file_lock import try_lock
 from kronfac_experiments.machine import machine, versions
 from kronfac_experiments.optimizers import DivergedError
 
-FORMAT = 1
-CONFIG, METRICS, CHECKPOINT = "config.json", "metrics.jsonl", checkpoint_files.NEWEST
-RECONSTRUCTIONS, TENSORBOARD, DIVERGED = "reconstructions.npz", "tensorboard", "diverged.json"
+FORMAT = 2
+CONFIG, METRICS, CHECKPOINT = "config.json", "metrics.jsonl", "checkpoint.pt"
+RECONSTRUCTIONS, DIVERGED = "reconstructions.npz", "diverged.json"
 
 
 class RunError(KronfacError):
@@ -64,11 +61,6 @@ def _is_left_by_a_start(path: Path) -> bool:
     return is_unfinished(path) or (path.name == METRICS and path.stat().st_size == 0)
 
 
-def has_begun(path: Path) -> bool:
-    """Whether a run has written its configuration there."""
-    return (path / CONFIG).is_file()
-
-
 def check_not_diverged(path: Path) -> None:
     """Raise what the run in this folder ended with, if it diverged."""
     file = path / DIVERGED
@@ -82,7 +74,17 @@ def check_not_diverged(path: Path) -> None:
 
 def read_config(path: Path) -> TrainConfig:
     """The configuration of the run in this folder."""
-    return from_json(_read_record(path))
+    record = _read_record(path)
+    try:
+        values = dict(record["config"])
+        for name, kind in GROUPS.items():
+            values[name] = kind(**values[name])
+        times = tuple(values["recording"].evaluate_at)
+        values["recording"] = replace(values["recording"], evaluate_at=times)
+        values["data"] = None if values["data"] is None else Path(values["data"])
+        return TrainConfig(**values)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{path / CONFIG} is not one of kronfac train: {error!r}.") from error
 
 
 def check_data(path: Path, sha256: str | None) -> None:
@@ -116,18 +118,22 @@ class RunDirectory:
         path: The folder.
         config: Resolved.
         sha256: Checksum of a user's own data file.
+        writes: Whether this process is the one that writes: of several ranks, the first.
     """
 
-    def __init__(self, path: Path, config: TrainConfig, sha256: str | None) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, config: TrainConfig, sha256: str | None, writes: bool = True
+    ) -> None:
+        self.path, self.writes = path, writes
         self._config, self._sha256 = config, sha256
         self._metrics: IO[bytes] | None = None
-        self._writer: Any = None
         self._snapshots: dict[int, npt.NDArray[np.floating[Any]]] = {}
         self.warnings: list[str] = []
-        """What was damaged, and what is used in its place; complete after `start`."""
+        """What was damaged; complete after `start`."""
 
     def __enter__(self) -> "RunDirectory":
+        if not self.writes:
+            return self
         self.path.mkdir(parents=True, exist_ok=True)
         sync_folder(self.path.parent)
         self._metrics = (self.path / METRICS).open("ab")
@@ -142,43 +148,25 @@ class RunDirectory:
     def __exit__(self, *error: object) -> None:
         if self._metrics is not None:
             self._metrics.close()
-        if self._writer is not None:
-            self._writer.close()
 
-    def check_new(self) -> None:
-        """Refuse a folder that has something in it."""
-        check_new(self.path)
-
-    def start(self, iteration: int, found: checkpoint_files.Found | None) -> None:
-        """Open for writing; forget what came after this iteration, when the checkpoint was saved."""
-        assert self._metrics is not None
+    def start(self, state: dict[str, Any] | None) -> None:
+        """Open for writing; forget what came after this checkpoint."""
+        if self._metrics is None:
+            return
         write_json(self.path / CONFIG, _record(self._config, self._sha256))
-        if found is not None:
-            checkpoint_files.adopt(self.path, found)
-        self._metrics.truncate(0 if found is None else found.state["metrics_bytes"])
+        self._metrics.truncate(0 if state is None else state["metrics_bytes"])
         self._metrics.seek(0, os.SEEK_END)
         (self.path / DIVERGED).unlink(missing_ok=True)
         remove_unfinished(self.path)
-        self._cut_snapshots(iteration)
-        if self._config.recording.tensorboard:
-            # Slow to import, and warns of its own dependencies.
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
-
-            folder = str(self.path / TENSORBOARD)
-            # Of iteration 0 there is a row only after its checkpoint.
-            self._writer = SummaryWriter(folder, purge_step=iteration + 1 if iteration else 0)
+        if state is not None and state["iteration"]:
+            self._cut_snapshots(state["iteration"])
 
     def log(self, row: dict[str, Any]) -> None:
         """Add an iteration; numbers that are not finite, which JSON has not, become null."""
-        assert self._metrics is not None
-        clean = {name: _finite(value) for name, value in row.items()}
-        self._metrics.write(json.dumps(clean, ensure_ascii=False).encode() + b"\n")
-        self._metrics.flush()
-        if self._writer is not None:
-            for name, value in clean.items():
-                if isinstance(value, int | float) and name != "iteration":
-                    group = "error" if name.endswith("error") else "step"
-                    self._writer.add_scalar(f"{group}/{name}", value, row["iteration"])
+        if self._metrics is not None:
+            clean = {name: _finite(value) for name, value in row.items()}
+            self._metrics.write(json.dumps(clean, ensure_ascii=False).encode() + b"\n")
+            self._metrics.flush()
 
     def snapshot(
         self,
@@ -187,6 +175,8 @@ class RunDirectory:
         reconstructions: npt.NDArray[np.floating[Any]],
     ) -> None:
         """Keep the reconstructions, (8, d) both."""
+        if not self.writes:
+            return
         self._snapshots[iteration] = reconstructions
         self._write_snapshots(originals)
 
@@ -206,7 +196,7 @@ class RunDirectory:
         From the file, too: a run that is killed again beyond them would take them for its own.
         """
         path = self.path / RECONSTRUCTIONS
-        if not last or not path.is_file():
+        if not path.is_file():
             return
         try:
             # np.load leaves a file that it opened itself and can't read open.
@@ -224,65 +214,67 @@ class RunDirectory:
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint; what was logged so far is on the disk before it is."""
-        assert self._metrics is not None
+        if self._metrics is None:
+            return
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
-        if self._writer is not None:
-            self._writer.flush()  # it writes in a thread of its own
-        checkpoint_files.save(self.path, {**state, "metrics_bytes": self._metrics.tell()})
+        content = {**state, "format": FORMAT, "metrics_bytes": self._metrics.tell()}
+        write_atomically(self.path / CHECKPOINT, lambda stream: torch.save(content, stream))
 
     def diverged(self, message: str) -> None:
         """Note that the run ends here."""
-        write_json(self.path / DIVERGED, {"message": message})
+        if self.writes:
+            write_json(self.path / DIVERGED, {"message": message})
 
-    def load(self, device: torch.device) -> checkpoint_files.Found | None:
+    def load(self, device: torch.device) -> dict[str, Any] | None:
         """The checkpoint to continue from; None if nothing was written before it.
 
         Raises:
-            RunError: all are damaged, or lost, or a newer kronfac wrote them.
+            RunError: it is damaged or lost, or another version of kronfac wrote it.
         """
+        path, metrics = self.path / CHECKPOINT, self.path / METRICS
+        length = metrics.stat().st_size if metrics.is_file() else 0
+        if not path.is_file():
+            if length:
+                raise RunError(
+                    f"{self.path} has metrics but no checkpoint: there is nothing to resume from. "
+                    "Start again in another folder."
+                )
+            return None
         try:
-            found = checkpoint_files.load(self.path, device, self._check_metrics)
-        except CheckpointError as error:
-            raise RunError(f"There is nothing to resume from: {error}") from error
-        if found is None and self._metrics_length():
+            state = torch.load(path, weights_only=True, map_location=device)
+        except (MemoryError, torch.OutOfMemoryError):  # of this machine, not of the file
+            raise
+        except Exception as error:  # of many kinds, depending on which byte is wrong
+            reason = " ".join(str(error).split())[:200]
             raise RunError(
-                f"{self.path} has metrics but no checkpoint: there is nothing to resume from. "
-                "Start again in another folder."
+                f"{path} is damaged ({reason}): start again in another folder."
+            ) from error
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
+            raise RunError(f"{path} is not a checkpoint that this kronfac can read.")
+        if length < state["metrics_bytes"]:
+            raise RunError(
+                f"{metrics} is shorter than when the checkpoint was written: start again in "
+                "another folder."
             )
-        if found is not None and found.rejected:
-            self.warnings.append(
-                f"{found.rejected}. The run goes on from the checkpoint before it, {found.file}."
-            )
-        return found
-
-    def _check_metrics(self, state: dict[str, Any]) -> None:
-        """Refuse a state that was saved when there were more metrics than there are."""
-        then, now = state.get("metrics_bytes"), self._metrics_length()
-        if not isinstance(then, int) or then < 0:
-            raise CheckpointError(
-                "is not the checkpoint of a run: it has no length of the metrics."
-            )
-        if now < then:
-            raise CheckpointError(
-                f"can't be used: {METRICS} is shorter than when the checkpoint was written, "
-                f"{now} bytes, not {then}."
-            )
-
-    def _metrics_length(self) -> int:
-        return (self.path / METRICS).stat().st_size
+        return state
 
     @property
     def files(self) -> list[str]:
         """What is there, for the last line of the command."""
-        names = (CONFIG, METRICS, RECONSTRUCTIONS, CHECKPOINT, TENSORBOARD)
+        names = (CONFIG, METRICS, RECONSTRUCTIONS, CHECKPOINT)
         return [name for name in names if (self.path / name).exists()]
 
 
 def _record(config: TrainConfig, sha256: str | None) -> dict[str, Any]:
+    content = asdict(replace(config, run_dir=None, resume=None))
+    content["data"] = None if config.data is None else str(config.data)
+    if config.optimizer != "kfac":
+        content["kfac"] = {}
     return {
         "format": FORMAT,
-        **to_json(config),
+        "name": config.name,
+        "config": content,
         "data_sha256": sha256,
         "versions": versions(),
         "machine": machine(),

@@ -62,11 +62,9 @@ class Session:
         self.average: AveragedModel | None = None
         if self._average_from:
             self.average = averaged(self.model, DECAY)
-        trained: nn.Module = self.model
-        if config.kfac.ddp:
-            trained = ranks.averaging_gradients(self.model, self._world)
-        self._stepper = make(config, trained, task.loss)
-        self._sampler = _sampler(config, len(task.train), self._stepper)
+        self._stepper = make(config, self.model, task.loss)
+        self.optimizer = self._stepper.optimizer
+        self.sampler = _sampler(config, len(task.train), self._stepper)
         self.iteration = 0
         self.cases = 0
         self.seconds = 0.0
@@ -80,18 +78,15 @@ class Session:
 
     def step(self) -> dict[str, Any]:
         """One iteration; what it did, as a row of the metrics."""
-        drawn = self._sampler.next_indices()
-        indices = ranks.own_part(drawn, self._world).to(self._task.train.inputs.device)
-        x = self._task.train.inputs[indices]
-        same = self._task.train.targets is self._task.train.inputs
-        y = x if same else self._task.train.targets[indices]
+        drawn = self.sampler.next_indices()
+        cases = self._task.train.select(ranks.own_part(drawn, self._world))
         began = time.perf_counter()
-        numbers = self._stepper.step(x, y)
+        numbers = self._stepper.step(cases.inputs, cases.targets)
         stepped = time.perf_counter()
         self.iteration += 1
         if self.average is not None and self.iteration >= self._average_from:
             self.average.update_parameters(self.model)
-            _synchronize(x.device)
+            _synchronize(cases.inputs.device)
             numbers.parts["averaging"] = time.perf_counter() - stepped
         self.seconds += ranks.first_number(self._world, time.perf_counter() - began)
         self.cases += len(drawn) * (1 + numbers.trials)
@@ -135,8 +130,8 @@ class Session:
             "errors": {name: e for name, e in self.errors.items() if math.isfinite(e)},
             "refusals": self._refusals,
             "model": self.model.state_dict(),
-            "optimizer": self._stepper.optimizer.state_dict(),
-            "sampler": self._sampler.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "sampler": self.sampler.state_dict(),
             "average": None if self.average is None else self.average.state_dict(),
             "random": torch.get_rng_state(),
             "device_random": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
@@ -150,8 +145,8 @@ class Session:
         self.errors = state["errors"]
         self._refusals = state["refusals"]
         self.model.load_state_dict(state["model"])
-        self._stepper.optimizer.load_state_dict(state["optimizer"])
-        self._sampler.load_state_dict(state["sampler"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.sampler.load_state_dict(state["sampler"])
         if self.average is not None:
             self.average.load_state_dict(state["average"])
         torch.set_rng_state(state["random"].cpu())

@@ -47,11 +47,13 @@ class Cases:
         floating = self.targets.is_floating_point()
         return Cases(inputs, self.targets.to(device, dtype if floating else None))
 
-    def first(self, count: int | None) -> "Cases":
-        """The first `count` of them; all for None."""
-        inputs = self.inputs[:count]
+    def select(self, rows: Tensor | slice) -> "Cases":
+        """Those in these rows."""
+        if isinstance(rows, Tensor):
+            rows = rows.to(self.inputs.device)
+        inputs = self.inputs[rows]
         same = self.targets is self.inputs
-        return Cases(inputs, inputs if same else self.targets[:count])
+        return Cases(inputs, inputs if same else self.targets[rows])
 
 
 @dataclass(frozen=True)

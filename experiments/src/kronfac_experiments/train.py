@@ -3,9 +3,12 @@
 import json
 import shlex
 import signal
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,9 +16,7 @@ from rich.console import Console
 
 from kronfac import KronfacError
 from kronfac_experiments import ranks, run_directory
-from kronfac_experiments.checkpoint_files import Found
 from kronfac_experiments.config import Limits, TrainConfig, resolved
-from kronfac_experiments.continuation import checked
 from kronfac_experiments.evaluation import (
     SNAPSHOT_CASES,
     EvaluationSchedule,
@@ -23,14 +24,44 @@ from kronfac_experiments.evaluation import (
     evaluate,
     snapshot_due,
 )
-from kronfac_experiments.followed_run import FollowedRun
-from kronfac_experiments.interrupt import Interrupts
 from kronfac_experiments.machine import usable_device
 from kronfac_experiments.optimizers import DivergedError
 from kronfac_experiments.progress import Display, number
 from kronfac_experiments.run_directory import RunDirectory, RunError
 from kronfac_experiments.session import Session, step_or_explain
 from kronfac_experiments.task import Task, load_task
+
+
+class Interrupts:
+    """While this context is open, the first signal is remembered and the second one kills as usual.
+
+    Outside of the main thread, where Python does not let signals be handled, it does nothing.
+
+    Args:
+        notify: Called at the first signal.
+    """
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self.received: signal.Signals | None = None
+        self._notify = notify
+        self._former: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            for which in (signal.SIGINT, signal.SIGTERM):
+                self._former[which] = signal.signal(which, self._remember)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for which, handler in self._former.items():
+            signal.signal(which, handler)  # type: ignore[arg-type]
+
+    def _remember(self, received: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(received)
+        for other in self._former:
+            default = signal.default_int_handler if other == signal.SIGINT else signal.SIG_DFL
+            signal.signal(other, default)
+        self._notify()
 
 
 class RunEndedError(RunError):
@@ -66,12 +97,7 @@ def train_command(config: TrainConfig) -> None:
     """Train, and say what came out and where it is."""
     console = Console(highlight=False, soft_wrap=True)
     with ranks.joined(config.device):
-        try:
-            outcome = train(config, console=console)
-        except RunEndedError as ended:
-            if not ranks.restarted():
-                raise
-            outcome = ended.outcome  # a worker was lost after the last checkpoint
+        outcome = train(config, console=console)
         if ranks.current().rank:
             return
     said = [f"{name.replace('_', ' ')} {number(error)}" for name, error in outcome.errors.items()]
@@ -87,6 +113,39 @@ def saved_config(config: TrainConfig) -> TrainConfig | None:
     if config.resume is None:
         return None
     return replace(run_directory.read_config(config.resume), resume=config.resume)
+
+
+CHANGEABLE = {"iterations", "seconds", "until_error", "checkpoint_every", "resume"}
+"""Options that a resumed run may have different: the trajectory does not depend on them."""
+
+
+def check_folder(config: TrainConfig) -> None:
+    """Refuse a new run in a folder that has one, and a resumed run with other options than it began with.
+
+    Raises:
+        RunError: it is one of these.
+    """
+    if config.resume is None:
+        run_directory.check_new(config.folder)
+        return
+    given, was = _options(config), _options(run_directory.read_config(config.folder))
+    changed = [name for name in given if given[name] != was[name] and name not in CHANGEABLE]
+    if changed:
+        differences = ", ".join(
+            f"--{name.replace('_', '-')} {given[name]} (was {was[name]})" for name in changed
+        )
+        raise RunError(
+            f"A resumed run goes on as it began; only its limits and --checkpoint-every may "
+            f"change. {config.folder} can't be continued with {differences}."
+        )
+
+
+def _options(config: TrainConfig) -> dict[str, Any]:
+    """Every option by its name on the command line."""
+    flat: dict[str, Any] = {}
+    for name, value in asdict(config).items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def train(
@@ -110,7 +169,7 @@ def train(
     world = ranks.current()
     quiet = quiet or world.rank > 0
     # Nothing is written before all ranks have come here, nor before all have read what there is.
-    config = ranks.together(world, lambda: checked(config))
+    ranks.together(world, lambda: check_folder(config))
     path = config.folder
     device = usable_device(ranks.own_device(config.device))
     torch.set_num_threads(config.threads)
@@ -122,11 +181,11 @@ def train(
     session = Session(config, task)
     if not quiet:
         console.print(describe(config, task))
-    directory = (FollowedRun if world.rank else RunDirectory)(path, config, task.sha256)
+    directory = RunDirectory(path, config, task.sha256, writes=not world.rank)
     with ExitStack() as stack:
         ranks.together(world, lambda: stack.enter_context(directory))
-        found = ranks.together(world, lambda: _continue(directory, session, config, device))
-        directory.start(session.iteration, found)
+        state = ranks.together(world, lambda: _continue(directory, session, config, device))
+        directory.start(state)
         for warning in directory.warnings:  # also if quiet: something was lost
             console.print(f"Warning: {warning}")
         if not quiet:
@@ -165,8 +224,6 @@ def describe(config: TrainConfig, task: Task) -> str:
     options = (
         f"{config.kfac.inverse}, preset {config.kfac.preset}, λ₀ {number(config.kfac.lambda0)}"
     )
-    if config.kfac.ddp:
-        options += ", DistributedDataParallel"
     if config.optimizer != "kfac":
         given = {"learning rate": config.first_order.lr, "μ_max": config.first_order.mu_max}
         options = (
@@ -184,26 +241,24 @@ def describe(config: TrainConfig, task: Task) -> str:
 
 def _continue(
     directory: RunDirectory, session: Session, config: TrainConfig, device: torch.device
-) -> Found | None:
-    """Bring the session to where the last checkpoint left it, if there is one."""
-    if config.resume is None:
+) -> dict[str, Any] | None:
+    """Bring the session to where the last checkpoint left it; the checkpoint, if there is one."""
+    if config.resume is None and directory.writes:
         # Again: another process may have been here in the meantime.
-        directory.check_new()
-    found = directory.load(device)
-    if found is not None:
+        run_directory.check_new(directory.path)
+    state = directory.load(device)
+    if state is not None:
         try:
-            session.load_state_dict(found.state)
+            session.load_state_dict(state)
         except Exception as error:  # of many kinds, depending on what is wrong in it
-            raise RunError(
-                f"The checkpoint {directory.path / found.file} does not fit: {error}"
-            ) from error
+            raise RunError(f"The checkpoint of {directory.path} does not fit: {error}") from error
         reason = _reached(config.limits, session)
         if reason:
             raise RunEndedError(
                 f"{directory.path} has ended already, after {reason}: to go on, give a higher limit.",
                 _outcome(directory, session, reason),
             )
-    return found
+    return state
 
 
 def _reached(limits: Limits, session: Session) -> str | None:

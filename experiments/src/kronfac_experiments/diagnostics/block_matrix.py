@@ -7,15 +7,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kronfac.errors import KronfacError
-
-MAX_GIGABYTES = 4.0
-"""What a diagnostic may take for its dense matrices, unless told otherwise."""
-
-
-class TooLargeError(KronfacError, ValueError):
-    """The dense matrices of a diagnostic would not fit."""
-
 
 @dataclass(frozen=True)
 class BlockMatrix:
@@ -94,18 +85,24 @@ def filled(
     return matrix
 
 
-def check_size(who: str, sizes: Sequence[int], matrices: int, max_gigabytes: float) -> None:
-    """Refuse a computation that holds `matrices` dense matrices over these layers at a time.
+@dataclass(frozen=True)
+class Comparison:
+    """The distance of an approximation N from M."""
 
-    Raises:
-        TooLargeError: they would take more than `max_gigabytes`.
-    """
-    weights = sum(sizes)
-    gigabytes = matrices * 8 * weights**2 / 1e9
-    if gigabytes > max_gigabytes:
-        raise TooLargeError(
-            f"{who} would need {gigabytes:,.1f} GB: {len(sizes)} layers with {weights:,} weights make "
-            f"a matrix of {8 * weights**2 / 1e9:,.1f} GB in float64, and it takes {matrices} such at a "
-            f"time. The limit is {max_gigabytes:g} GB. Choose fewer layers with layers=[names], or "
-            "raise max_gigabytes."
-        )
+    absolute: float
+    """Σ |M − N| over all pairs of weights."""
+    relative_absolute: float
+    """Σ |M − N| / Σ |M|."""
+    relative_frobenius: float
+    """‖M − N‖_F / ‖M‖_F."""
+
+
+def compare(reference: BlockMatrix, approximation: BlockMatrix) -> Comparison:
+    """The distance of `approximation` from `reference`."""
+    difference = (reference - approximation).dense
+    absolute = float(difference.abs().sum())
+    return Comparison(
+        absolute=absolute,
+        relative_absolute=absolute / float(reference.dense.abs().sum()),
+        relative_frobenius=float(difference.norm() / reference.dense.norm()),
+    )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kronfac.curvature import (
     BlockDiagonalInverse,
@@ -23,47 +23,25 @@ from kronfac.curvature import (
     Link,
 )
 from kronfac.curvature.block_tridiagonal import DampedChain
-from kronfac.errors import NotPositiveDefiniteError, UnsupportedModelError
-from kronfac.linalg import KroneckerProduct, inverse_from_cholesky, symmetrize
+from kronfac.errors import NotPositiveDefiniteError
+from kronfac.linalg import inverse_from_cholesky, symmetrize
 from kronfac.linalg.kronecker import kron
-from kronfac_experiments.diagnostics.block_matrix import (
-    MAX_GIGABYTES,
-    BlockMatrix,
-    check_size,
-    filled,
-)
-from kronfac_experiments.diagnostics.cases import Cases, Inputs, add
+from kronfac_experiments.diagnostics.block_matrix import BlockMatrix, filled
+from kronfac_experiments.diagnostics.fisher import Examples, add
 
 Blocks = tuple[tuple[Tensor, ...], ...]
 """Blocks[i][j], a matrix for every pair of layers."""
 
 
-def kronecker_fisher(
-    model: nn.Module,
-    loss: nn.Module,
-    x: Inputs,
-    *,
-    layers: Sequence[str] | None = None,
-    chunk: int | None = None,
-    max_gigabytes: float = MAX_GIGABYTES,
-) -> "KroneckerFisher":
-    """F̃_ij = A_ij ⊗ G_ij with A_ij = E[ā_i ā_jᵀ] and G_ij = c E[g_i g_jᵀ], for all i and j.
+def kronecker_fisher(examples: Examples) -> "KroneckerFisher":
+    """F̃_ij = A_ij ⊗ G_ij with A_ij = E[ā_i ā_jᵀ] and G_ij = E[g_i g_jᵀ], for all i and j.
 
     Of a part of the layers it is that part of F̃, and its inverse is the inverse of that part.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        >>> F_tilde = kronecker_fisher(model, nn.MSELoss(), torch.randn(50, 3)).damped(0.1)
-        >>> F_tilde.block_tridiagonal_inverse().mass_beyond(1)
-        0.0
-
-    The arguments are those of `exact_fisher`.
     """
-    cases = Cases(model, loss, x, layers, chunk)
-    count = len(cases.layers)
+    count = len(examples.names)
     A: dict[tuple[int, int], Tensor] = {}
     G: dict[tuple[int, int], Tensor] = {}
-    for part in cases:
+    for part in examples:
         for i in range(count):
             for j in range(i, count):
                 # A sum over y is a sum over more rows.
@@ -74,15 +52,13 @@ def kronecker_fisher(
     def mean(sums: dict[tuple[int, int], Tensor], i: int, j: int) -> Tensor:
         if i > j:
             return mean(sums, j, i).mT
-        moments = sums[i, j] / cases.count
+        moments = sums[i, j] / examples.count
         return symmetrize(moments) if i == j else moments
 
     return KroneckerFisher(
         A=tuple(tuple(mean(A, i, j) for j in range(count)) for i in range(count)),
         G=tuple(tuple(mean(G, i, j) for j in range(count)) for i in range(count)),
-        names=cases.names,
-        chain_problem=cases.chain_problem(),
-        max_gigabytes=max_gigabytes,
+        names=examples.names,
     )
 
 
@@ -94,10 +70,6 @@ class KroneckerFisher:
     G: Blocks  # G[i][j] (out_i, out_j)
     names: tuple[str, ...]
     """Names of the layers."""
-    chain_problem: str | None = None
-    """Why there is no F̂, if there is none."""
-    max_gigabytes: float = MAX_GIGABYTES
-    """Dense matrices that take more are refused."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -113,20 +85,18 @@ class KroneckerFisher:
             links=tuple(Link(self.A[i][i + 1], self.G[i][i + 1]) for i in range(last)),
         )
 
-    def damped(self, gamma: float, tikhonov: FactoredTikhonov | None = None) -> "KroneckerFisher":
+    def damped(self, gamma: float) -> "KroneckerFisher":
         """(A_ii + π_i γ I) ⊗ (G_ii + γ/π_i I) for the diagonal blocks; the others as they are [§6.3].
 
         With γ > 0 this is positive definite: at least γ² I more than F̃.
         """
-        tikhonov = tikhonov or FactoredTikhonov()
         A, G = ([list(row) for row in blocks] for blocks in (self.A, self.G))
         for i in range(len(self.names)):
-            A[i][i], G[i][i] = tikhonov.damp(A[i][i], G[i][i], gamma)
+            A[i][i], G[i][i] = FactoredTikhonov().damp(A[i][i], G[i][i], gamma)
         return replace(self, A=tuple(map(tuple, A)), G=tuple(map(tuple, G)))
 
     def dense(self) -> BlockMatrix:
         """F̃."""
-        self._check_size("F̃", 2)
         return self._written_out(self.A, self.G)
 
     def inverse(self) -> BlockMatrix:
@@ -135,13 +105,11 @@ class KroneckerFisher:
         Raises:
             NotPositiveDefiniteError: F̃ is singular to rounding; `damped` with a larger γ is not.
         """
-        self._check_size("F̃⁻¹", 4)
         F = self.dense()
         return replace(F, dense=inverse_from_cholesky(_strict_cholesky(F.dense, "F̃")))
 
     def block_diagonal(self) -> BlockMatrix:
         """F̆ = diag(F̃₁₁, F̃₂₂, …)."""
-        self._check_size("F̆", 2)
         blocks = [block.dense() for block in self.curvature.blocks]
         return BlockMatrix(torch.block_diag(*blocks), self.names, self.sizes)
 
@@ -151,7 +119,6 @@ class KroneckerFisher:
         Raises:
             NotPositiveDefiniteError: a factor is singular to rounding.
         """
-        self._check_size("F̆⁻¹", 2)
         self._check_factors()
         # The damping is in the factors already, if they are damped.
         damped = BlockDiagonalInverse().prepare(self.curvature).damped(0.0)
@@ -164,10 +131,8 @@ class KroneckerFisher:
         Ψ_i = Ψᴬ_i ⊗ Ψᴳ_i, so that every block of F̂ is a Kronecker product, as every block of F̃ is.
 
         Raises:
-            UnsupportedModelError: the layers do not follow each other in a chain.
             NotPositiveDefiniteError: a factor is singular to rounding.
         """
-        self._check_size("F̂", 2)
         chain = self._chain()
         return self._written_out(_continued(self.A, chain.Psi_A), _continued(self.G, chain.Psi_G))
 
@@ -175,10 +140,8 @@ class KroneckerFisher:
         """F̂⁻¹ = Ξᵀ Λ Ξ, as `BlockTridiagonalInverse` has it.
 
         Raises:
-            UnsupportedModelError: the layers do not follow each other in a chain.
             NotPositiveDefiniteError: a factor is singular to rounding.
         """
-        self._check_size("F̂⁻¹", 4)
         chain = self._chain()
         # Λ is block-diagonal and Ξ has two blocks in a row, so that no product is of whole matrices:
         # Λ_i + Ψ_{i−1}ᵀ Λ_{i−1} Ψ_{i−1} on the diagonal and −Λ_i Ψ_i above it.
@@ -197,15 +160,8 @@ class KroneckerFisher:
         return filled(self.names, self.sizes, block, like=Lambda[0])
 
     def _chain(self) -> DampedChain:
-        if self.chain_problem is not None:
-            raise UnsupportedModelError(self.chain_problem)
         self._check_factors()
-        curvature = self.curvature
-        if len(curvature.blocks) == 1:
-            (piece,) = BlockDiagonalInverse().prepare(curvature).damped(0.0).pieces
-            assert isinstance(piece, KroneckerProduct)
-            return DampedChain((piece,), (), ())
-        (chain,) = BlockTridiagonalInverse().prepare(curvature).damped(0.0).pieces
+        (chain,) = BlockTridiagonalInverse().prepare(self.curvature).damped(0.0).pieces
         assert isinstance(chain, DampedChain)
         return chain
 
@@ -217,9 +173,6 @@ class KroneckerFisher:
         for i, name in enumerate(self.names):
             _strict_cholesky(self.A[i][i], f"A of layer {name!r}")
             _strict_cholesky(self.G[i][i], f"G of layer {name!r}")
-
-    def _check_size(self, what: str, matrices: int) -> None:
-        check_size(what, self.sizes, matrices, self.max_gigabytes)
 
 
 def _strict_cholesky(M: Tensor, name: str) -> Tensor:

@@ -17,27 +17,20 @@ from pathlib import Path
 
 import torch
 
-from kronfac_experiments.figures import (
-    figure_2,
-    figure_3,
-    figure_5,
-    figure_6,
-    figure_7,
-    figure_9,
-    figure_10,
-    figure_11,
-)
+from kronfac_experiments.figures import figure_2, figure_3, figure_7, figure_9
+from kronfac_experiments.figures.comparison import figure_5, figure_6
 from kronfac_experiments.figures.config import FigureConfig
+from kronfac_experiments.figures.second_experiment import figure_10, figure_11
 
 FIGURES: dict[int, Callable[[FigureConfig], list[Path]]] = {
     2: figure_2.make,
     3: figure_3.make,
-    5: figure_5.make,
-    6: figure_6.make,
+    5: figure_5,
+    6: figure_6,
     7: figure_7.make,
     9: figure_9.make,
-    10: figure_10.make,
-    11: figure_11.make,
+    10: figure_10,
+    11: figure_11,
 }
 
 __all__ = ["FIGURES", "FigureConfig", "figure_command", "make_figure"]

@@ -1,17 +1,81 @@
-"""A matrix above and beside two approximations of it: what figures 5 and 6 have in common."""
+"""Figures 5 and 6: F̃ beside its approximations F̆ and F̂, and their inverses [MG15 §4.4].
+
+F̆ is block-diagonal, F̂ has a block-tridiagonal inverse. The caption of figure 5 does not say whether the
+matrices are damped; F̂ is not defined unless the factors are invertible, and figure 6 is damped. So these
+are damped, too: the matrices that figure 6 inverts. The table has the distances without damping as well.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from kronfac_experiments.diagnostics import BlockMatrix, compare
-from kronfac_experiments.figures.files import Number
-from kronfac_experiments.figures.panels import draw_row, new_figure
+from kronfac.errors import NotPositiveDefiniteError
+from kronfac_experiments.diagnostics import BlockMatrix, compare, kronecker_fisher
+from kronfac_experiments.figures.config import FigureConfig
+from kronfac_experiments.figures.files import Number, show, write
+from kronfac_experiments.figures.network import example
+from kronfac_experiments.figures.panels import INVERSE_QUANTILE, draw_row, new_figure, white_level
+
+
+def figure_5(config: FigureConfig) -> list[Path]:
+    """|F̃|, |F̆|, |F̃ − F̆| above |F̃|, |F̂|, |F̃ − F̂|, all in the same grey levels."""
+    network = example(config)
+    plain = kronecker_fisher(network.examples)
+    damped = plain.damped(network.gamma)
+    reference = damped.dense()
+    pairs = [
+        _Pair("F̆", r"\breve{F}", damped.block_diagonal()),
+        _Pair("F̂", r"\hat{F}", damped.block_tridiagonal()),
+    ]
+    numbers = _numbers_of("F̃", reference, pairs)
+    try:
+        without = [
+            _Pair("F̆ without damping", "", plain.block_diagonal()),
+            _Pair("F̂ without damping", "", plain.block_tridiagonal()),
+        ]
+    except NotPositiveDefiniteError:  # fewer cases than weights into a unit
+        without = []
+    numbers += _numbers_of("F̃", plain.dense(), without)
+    title = "Figure 5: the Kronecker-factored Fisher and its two approximations, all damped by γ"
+    figure = _draw(title, network.setting, r"\tilde{F}", reference, pairs, white_level(reference))
+    paths = write(figure, numbers, "figure_5", config.output)
+    show(f"{title}\n{network.setting}", numbers, paths)
+    return paths
+
+
+def figure_6(config: FigureConfig) -> list[Path]:
+    """|F̃⁻¹|, |F̆⁻¹|, |F̃⁻¹ − F̆⁻¹| above |F̃⁻¹|, |F̂⁻¹|, |F̃⁻¹ − F̂⁻¹|, all in the same grey levels."""
+    network = example(config)
+    damped = kronecker_fisher(network.examples).damped(network.gamma)
+    reference = damped.inverse()
+    pairs = [
+        _Pair("F̆⁻¹", r"\breve{F}^{-1}", damped.block_diagonal_inverse()),
+        _Pair("F̂⁻¹", r"\hat{F}^{-1}", damped.block_tridiagonal_inverse()),
+    ]
+    numbers = _numbers_of("F̃⁻¹", reference, pairs)
+    numbers += [
+        Number("share of Σ |F̃⁻¹| off the block diagonal", reference.mass_beyond(0)),
+        Number("share of Σ |F̃⁻¹| off the block tridiagonal", reference.mass_beyond(1)),
+        Number("γ", network.gamma),
+    ]
+    title = "Figure 6: the inverse of F̃ and its two approximations, all damped by γ"
+    figure = _draw(
+        title,
+        network.setting,
+        r"\tilde{F}^{-1}",
+        reference,
+        pairs,
+        white_level(reference, INVERSE_QUANTILE),
+    )
+    paths = write(figure, numbers, "figure_6", config.output)
+    show(f"{title}\n{network.setting}", numbers, paths)
+    return paths
 
 
 @dataclass(frozen=True)
-class Pair:
+class _Pair:
     """An approximation."""
 
     name: str
@@ -20,7 +84,7 @@ class Pair:
     matrix: BlockMatrix
 
 
-def numbers_of(name: str, reference: BlockMatrix, pairs: Sequence[Pair]) -> list[Number]:
+def _numbers_of(name: str, reference: BlockMatrix, pairs: Sequence[_Pair]) -> list[Number]:
     """The distances of the approximations from the reference, over everything and on the diagonal."""
     numbers = []
     for pair in pairs:
@@ -37,12 +101,12 @@ def numbers_of(name: str, reference: BlockMatrix, pairs: Sequence[Pair]) -> list
     return numbers
 
 
-def draw(
+def _draw(
     title: str,
     setting: str,
     symbol: str,
     reference: BlockMatrix,
-    pairs: Sequence[Pair],
+    pairs: Sequence[_Pair],
     maximum: float,
 ) -> Figure:
     """A row for each approximation: the matrix, the approximation, the absolute difference.

@@ -2,11 +2,16 @@
 
 from pathlib import Path
 
-from kronfac_experiments.diagnostics import ApproximationError, cumulants, exact_fisher, white_level
+from kronfac_experiments.diagnostics import (
+    ApproximationError,
+    cumulants,
+    exact_fisher,
+    kronecker_fisher,
+)
 from kronfac_experiments.figures.config import FigureConfig
 from kronfac_experiments.figures.files import Number, show, write
-from kronfac_experiments.figures.network import MIDDLE, example
-from kronfac_experiments.figures.panels import draw_row, new_figure
+from kronfac_experiments.figures.network import example
+from kronfac_experiments.figures.panels import draw_row, new_figure, white_level
 
 PAPER_ERROR, PAPER_BOUND = 2894.4, 4134.6  # [MG15 §3.1]
 
@@ -14,10 +19,9 @@ PAPER_ERROR, PAPER_BOUND = 2894.4, 4134.6  # [MG15 §3.1]
 def make(config: FigureConfig) -> list[Path]:
     """|F|, |F̃| and |F − F̃| in the same grey levels; Σ |F − F̃| beside its bound by cumulants."""
     network = example(config)
-    of = (network.model, network.loss, network.images)
-    F = exact_fisher(*of, layers=MIDDLE)
-    F_tilde = network.kronecker_fisher().dense()
-    error = ApproximationError.of(F, F_tilde, cumulants(*of, layers=MIDDLE))
+    F = exact_fisher(network.examples)
+    F_tilde = kronecker_fisher(network.examples).dense()
+    error = ApproximationError.of(F, F_tilde, cumulants(network.examples))
     numbers = [
         Number("total approximation error, Σ |F − F̃|", error.total, PAPER_ERROR),
         Number("its bound by cumulants", error.bound, PAPER_BOUND),

@@ -5,17 +5,22 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from kronfac_experiments.diagnostics import BlockMatrix, white_level
+from kronfac_experiments.diagnostics import BlockMatrix, kronecker_fisher
 from kronfac_experiments.figures.config import FigureConfig
 from kronfac_experiments.figures.files import Number, show, write
 from kronfac_experiments.figures.network import LABELS, example
-from kronfac_experiments.figures.panels import INVERSE_QUANTILE, draw_one, new_figure
+from kronfac_experiments.figures.panels import (
+    INVERSE_QUANTILE,
+    draw_one,
+    new_figure,
+    white_level,
+)
 
 
 def make(config: FigureConfig) -> list[Path]:
     """|F̃| and |F̃⁻¹|, each in its own grey levels, and the 4 × 4 block averages of |F̃⁻¹|."""
     network = example(config)
-    factors = network.kronecker_fisher()
+    factors = kronecker_fisher(network.examples)
     F_tilde, inverse = factors.dense(), factors.damped(network.gamma).inverse()
     numbers = [
         Number("share of Σ |F̃| off the block diagonal", F_tilde.mass_beyond(0)),

@@ -2,8 +2,7 @@
 
 The paper takes the MNIST autoencoder at iteration 500 of block-tridiagonal K-FAC, where a mini-batch is
 the whole training set. That run goes through 7.2 million cases, about an hour on one core by the time
-of its first steps; so it is saved every `SAVE_EVERY` iterations and continued when the command is given
-again.
+of its first steps; it is continued when the command is given again.
 
 The quick setting is CURVES with mini-batches of 500, at iteration 250, with λ₀ = 10 in place of 150 so
 that the network has by then left the plateau at the entropy of the mean image. It matters: on the
@@ -12,27 +11,27 @@ than the re-scaled step at its own.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
+from rich.console import Console
 
-import kronfac
-from kronfac_experiments import checkpoint, problems
-from kronfac_experiments.atomic_files import write_atomically
+from kronfac import KFAC
+from kronfac_experiments.config import KfacOptions, Limits, Recording, TrainConfig, resolved
 from kronfac_experiments.diagnostics import Improvement, damping_sweep
 from kronfac_experiments.figures.config import FigureConfig
 from kronfac_experiments.figures.files import Number, show, write
-from kronfac_experiments.optimizers import CHUNK, KfacStepper
+from kronfac_experiments.optimizers import CHUNK
 from kronfac_experiments.pages.drawn import BLACK, BLUE, GREEN, VERMILION
-from kronfac_experiments.training import ExponentialBatchSize, ScheduledBatchSampler
-
-SAVE_EVERY = 20
+from kronfac_experiments.run_directory import CHECKPOINT
+from kronfac_experiments.session import Session
+from kronfac_experiments.suite import run_or_continue
+from kronfac_experiments.task import Task, load_task
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,8 @@ class Setting:
 
     problem: str
     iterations: int
-    batch: int
-    """Cases of a mini-batch; of the first one, if it grows."""
-    grows: bool
-    """To the whole training set at the last iteration, exponentially [MG15 §13]."""
+    batch: int | Literal["paper"]
+    """Cases of a mini-batch; `paper` grows to the whole training set in 500 iterations [MG15 §13]."""
     lambda_: float
     """λ₀."""
     lowest: float
@@ -59,8 +56,8 @@ class Setting:
         return [self.lowest * math.exp(k * ratio) for k in range(self.points)]
 
 
-QUICK = Setting("curves", 250, 500, False, 10.0, 1e-3, 10**1.5, 19)
-FULL = Setting("mnist", 500, 1000, True, 150.0, 1e-3, 10**1.5, 19)
+QUICK = Setting("curves", 250, 500, 10.0, 1e-3, 10**1.5, 19)
+FULL = Setting("mnist", 500, "paper", 150.0, 1e-3, 10**1.5, 19)
 
 STYLES = {
     "re-scaling and momentum": (BLUE, "-", "o"),
@@ -77,18 +74,19 @@ LABELS = {
 def make(config: FigureConfig) -> list[Path]:
     """Train, try every γ from there, draw."""
     setting = QUICK if config.quick else FULL
-    problem = problems.PROBLEMS[setting.problem]
-    data, _ = problems.load(setting.problem)
-    run = _Run(config, setting, problem, data)
-    run.train()
-    x = data[run.sampler.next_indices()]
-    found = damping_sweep(run.optimizer, run.optimizer.closure(x, x, chunk=CHUNK), setting.gammas)
-    lambda_, gamma = run.damping()
-    error = problems.reconstruction_error(run.model, x, problem=problem)
+    session, task = trained(config, setting)
+    optimizer = session.optimizer
+    assert isinstance(optimizer, KFAC)
+    cases = task.train.select(session.sampler.next_indices())
+    closure = optimizer.closure(cases.inputs, cases.targets, chunk=CHUNK)
+    found = damping_sweep(optimizer, closure, setting.gammas)
+    state = optimizer.state_dict()["kfac"]
+    lambda_, gamma = float(state["damping"]["lambda_"]), float(state["gamma"]["gamma"])
     where = (
         f"{setting.problem.upper()} autoencoder after {setting.iterations} iterations of "
         f"block-tridiagonal K-FAC (λ₀ = {setting.lambda_:g}, now λ = {lambda_:.2g});\n"
-        f"h on the next mini-batch of {len(x):,} cases, squared error there {error:.3g} a case"
+        f"h on the next mini-batch of {len(cases):,} cases, squared error there "
+        f"{task.error(session.model, cases):.3g} a case"
     )
     title = "Figure 7: what a step improves, against the damping of the approximate Fisher"
     figure = _draw(f"{title}\n{where}", found, gamma)
@@ -97,93 +95,30 @@ def make(config: FigureConfig) -> list[Path]:
     return paths
 
 
-class _Run:
-    """The optimizer up to the iteration that the figure is of."""
-
-    def __init__(
-        self, config: FigureConfig, setting: Setting, problem: problems.Problem, data: Tensor
-    ) -> None:
-        self.setting = setting
-        self.data = data
-        first = min(config.cases or setting.batch, len(data))
-        size: int | Callable[[int], int] = first
-        if setting.grows:
-            size = ExponentialBatchSize(first, len(data), setting.iterations)
-        self.sampler = ScheduledBatchSampler(len(data), size, seed=config.seed)
-        self.model = problems.build_model(problem, config.seed)
-        loss = kronfac.Bernoulli() if problem.loss == "bernoulli" else kronfac.Gaussian()
-        self.optimizer = kronfac.KFAC(
-            self.model,
-            loss,
-            inverse="block_tridiagonal",
-            weight_decay=problem.weight_decay,
-            **kronfac.presets.paper()
-            | {
-                "fisher": kronfac.extend.SampledFisher(seed=config.seed),
-                "damping": kronfac.LevenbergMarquardtRule(lambda_=setting.lambda_),
-            },
-        )
-        self.stepper = KfacStepper(self.optimizer)
-        self._what = f"{setting!r}, cases={config.cases}, seed={config.seed}"
-        self._file = None if config.quick else config.output / "figure_7_run.pt"
-
-    def train(self) -> None:
-        """Take the steps that are left."""
-        self._resume()
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed} of {task.total} iterations, loss {task.fields[loss]:.3f}"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns) as progress:
-            task = progress.add_task(
-                f"training on {self.setting.problem.upper()}",
-                total=self.setting.iterations,
-                completed=self.sampler.iteration,
-                loss=math.nan,
-            )
-            while self.sampler.iteration < self.setting.iterations:
-                x = self.data[self.sampler.next_indices()]
-                loss = self.stepper.step(x, x).loss
-                progress.update(task, advance=1, loss=loss)
-                if self.sampler.iteration % SAVE_EVERY == 0:
-                    self._save()
-
-    def damping(self) -> tuple[float, float]:
-        """λ and γ that the next step would start from."""
-        state = self.optimizer.state_dict()["kfac"]
-        return float(state["damping"]["lambda_"]), float(state["gamma"]["gamma"])
-
-    def _save(self) -> None:
-        if self._file is None:
-            return
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        content = checkpoint.encode(
-            {
-                "what": self._what,
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "sampler": self.sampler.state_dict(),
-            }
-        )
-        write_atomically(self._file, lambda stream: stream.write(content))
-
-    def _resume(self) -> None:
-        if self._file is None or not self._file.is_file():
-            return
-        try:
-            saved = checkpoint.decode(self._file.read_bytes(), torch.device("cpu"))
-        except checkpoint.CheckpointError as error:
-            raise ValueError(f"{self._file} {error} Remove it.") from error
-        if saved["what"] != self._what:
-            raise ValueError(
-                f"{self._file} is of another run: {saved['what']}, not {self._what}. Give another "
-                "--output, or remove it."
-            )
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.sampler.load_state_dict(saved["sampler"])
+def trained(config: FigureConfig, setting: Setting) -> tuple[Session, Task]:
+    """The session after the iteration that the figure is of, and its task."""
+    batch = config.cases or setting.batch
+    folder = (
+        f"figure-7-{setting.problem}-m{batch}-lambda{setting.lambda_:g}-iterations{setting.iterations}"
+        f"-threads{config.threads}-seed{config.seed}"
+    )
+    train = TrainConfig(
+        problem=setting.problem,
+        batch=batch,
+        kfac=KfacOptions("block_tridiagonal", "paper", setting.lambda_),
+        average=0,
+        limits=Limits(iterations=setting.iterations),
+        recording=Recording(evaluate_every=0),
+        seed=config.seed,
+        run_dir=config.runs / folder,
+        threads=config.threads,
+    )
+    task = load_task(train)
+    run_or_continue(train, task, Console(highlight=False, soft_wrap=True))
+    task = task.to(torch.device("cpu"), torch.float32)
+    session = Session(resolved(train, cases=len(task.train), weight_decay=task.weight_decay), task)
+    session.load_state_dict(torch.load(train.folder / CHECKPOINT, weights_only=True))
+    return session, task
 
 
 def _best(found: Sequence[Improvement], rule: str) -> Improvement:

@@ -97,7 +97,6 @@ class Measured:
             recording=Recording(
                 evaluate_every=self.evaluate_every,
                 evaluation_cases=self.evaluation_cases,
-                tensorboard=False,
             ),
             threads=config.threads,
         )

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import kronfac
 from kronfac_experiments import problems
-from kronfac_experiments.batch_classifier import batch_mode
 from kronfac_experiments.data.mnist import mnist_16x16
-from kronfac_experiments.diagnostics import KroneckerFisher, kronecker_fisher
+from kronfac_experiments.diagnostics import Examples
 from kronfac_experiments.figures.config import FigureConfig
 
 ITERATIONS = 7
@@ -22,6 +21,8 @@ LAMBDA = 0.01
 """λ₀: of the powers of ten the one after which 7 iterations on 2,000 cases come closest to 5 %."""
 MIDDLE = ("2", "4", "6", "8")
 """The middle four of the six layers, 20 units to 20 units each, by their names in the Sequential."""
+CHUNK = 20_000
+"""Examples of the batch at a time."""
 LABELS = ("layer 2", "layer 3", "layer 4", "layer 5")
 
 
@@ -47,9 +48,10 @@ class Example:
             "four layers, 1,680 weights"
         )
 
-    def kronecker_fisher(self) -> KroneckerFisher:
-        """F̃ of the middle layers, not damped."""
-        return kronecker_fisher(self.model, self.loss, self.images, layers=MIDDLE)
+    @property
+    def examples(self) -> Examples:
+        """Activities and gradients of the middle layers."""
+        return Examples(self.model, self.loss, self.images, MIDDLE)
 
 
 def example(config: FigureConfig) -> Example:
@@ -60,10 +62,20 @@ def example(config: FigureConfig) -> Example:
         raise ValueError(f"There are {len(train.images):,} training cases; got cases={cases}.")
     x, labels = train.images[:cases], train.labels[:cases]
     model = problems.classifier_model(config.seed)
-    steps = batch_mode(model, "block_tridiagonal", LAMBDA, config.seed)
+    # The paper's intervals T₁ = 5 and T₂ = T₃ = 20 are for long runs: in 7 iterations they would adapt λ
+    # once and γ never. On a network this small the inverse is refreshed and λ adapted in every iteration.
+    optimizer = kronfac.KFAC(
+        model,
+        kronfac.Categorical(),
+        inverse="block_tridiagonal",
+        fisher=kronfac.extend.SampledFisher(seed=config.seed),
+        damping=kronfac.LevenbergMarquardtRule(lambda_=LAMBDA, interval=1, decay=0.8),
+        gamma=kronfac.GammaSearch(interval=2, factor=0.7),
+        intervals=kronfac.Intervals(inverse_interval=1),
+    )
     for _ in range(ITERATIONS):
-        steps.step(x, labels)
-    report = steps.optimizer.report
+        optimizer.step(optimizer.closure(x, labels, chunk=CHUNK))
+    report = optimizer.report
     assert report is not None
     error = problems.classification_error(model, x, labels)
     return Example(model, kronfac.Categorical(), x, report.gamma, error)

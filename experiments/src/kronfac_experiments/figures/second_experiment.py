@@ -1,4 +1,6 @@
-"""The runs of figures 10 and 11: four methods on three problems [MG15 §13], trained once for both.
+"""Figures 10 and 11: training error against time and iterations, four methods on three problems [MG15 §13].
+
+The runs are trained once for both.
 
 K-FAC has the paper's preset and its growing mini-batch; without momentum, and for the baseline, m is
 fixed. The paper chose that m among a few by progress a second, and states it for the baseline alone.
@@ -9,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -16,6 +19,13 @@ from kronfac_experiments.config import Limits
 from kronfac_experiments.error_curve import Axis, ErrorCurve, common_error, progress_ratio
 from kronfac_experiments.figures.config import FigureConfig
 from kronfac_experiments.figures.files import Number, show, write
+from kronfac_experiments.figures.lines import (
+    draw_curve,
+    finish,
+    leave_out_the_start,
+    legend_below,
+    zoom,
+)
 from kronfac_experiments.figures.methods import (
     BASELINE,
     DIAGONAL,
@@ -188,15 +198,51 @@ def numbers(result: Result, axis: Axis) -> list[Number]:
     return found
 
 
-def publish(
+def figure_10(config: FigureConfig) -> list[Path]:
+    """Against time, a row a problem."""
+    results = run(config)
+    title = f"Figure 10: training error against time\n{describe(config, results)}"
+    figure = Figure(figsize=(8.5, 1.4 + 3.1 * len(results)), layout="constrained")
+    rows = figure.subplots(len(results), squeeze=False)[:, 0]
+    for axes, result in zip(rows, results, strict=True):
+        _panel(axes, result, "seconds", result.title)
+    return _publish(config, figure, results, 10, "seconds", title, columns=2)
+
+
+def figure_11(config: FigureConfig) -> list[Path]:
+    """Against iterations, a row a problem: all of them, and as many as K-FAC with momentum takes."""
+    results = run(config)
+    title = f"Figure 11: training error against iterations\n{describe(config, results)}"
+    figure = Figure(figsize=(11.5, 1.4 + 3.1 * len(results)), layout="constrained")
+    rows = figure.subplots(len(results), 2, squeeze=False)
+    for (whole, part), result in zip(rows, results, strict=True):
+        _panel(whole, result, "iteration", result.title)
+        _panel(part, result, "iteration", f"{result.setting.problem.upper()}: K-FAC's iterations")
+        end = max(result.curves[method].end("iteration") for method in (TRIDIAGONAL, DIAGONAL))
+        zoom(part, result.curves.values(), "iteration", end)
+        leave_out_the_start(part, result.curves.values())
+    return _publish(config, figure, results, 11, "iteration", title, columns=4)
+
+
+def _panel(axes: Axes, result: Result, axis: Axis, title: str) -> None:
+    for method, curve in result.curves.items():
+        draw_curve(axes, curve, axis, method.style)
+    finish(axes, axis, title)
+    leave_out_the_start(axes, result.curves.values())
+
+
+def _publish(
     config: FigureConfig,
     figure: Figure,
     results: Sequence[Result],
     number: int,
     axis: Axis,
     title: str,
+    columns: int,
 ) -> list[Path]:
     """Write the figure with its numbers and curves, and say what it shows."""
+    figure.suptitle(title, fontsize=10.5)
+    legend_below(figure, {method.name: method.style for method in METHODS}, columns)
     found = [n for result in results for n in numbers(result, axis)]
     paths = write(figure, found, f"figure_{number}", config.output)
     paths.append(write_csv(points(results), config.output / f"figure_{number}_curves.csv"))

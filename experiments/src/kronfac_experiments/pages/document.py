@@ -1,18 +1,28 @@
-"""Tables as values, shown in the terminal and written as Markdown."""
+"""Tables and pictures as values, shown in the terminal, written as Markdown or as one HTML file."""
 
+import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
+from importlib import resources
 from pathlib import Path
 from statistics import median
+from string import Template
 
 import torch
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from kronfac import KronfacError
+from kronfac_experiments.atomic_files import write_atomically
 from kronfac_experiments.machine import machine
 
 WRITTEN = "## What it shows"
 """Heading of the section that people write."""
+
+
+class PageError(KronfacError, ValueError):
+    """A page can't be written."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Document:
-    """All that a benchmark has to say.
+    """All that a benchmark or a report has to say.
 
     Args:
         title: One line.
@@ -107,6 +117,74 @@ class Document:
         for picture, file in zip(self.pictures, files, strict=True):
             file.write_bytes(picture.png)
         return [path, *files]
+
+    @property
+    def html(self) -> str:
+        """One page with everything in it: no script, no network."""
+        parts = [(table.heading, _html_table(table)) for table in self.tables]
+        parts += [(picture.heading, _html_picture(picture)) for picture in self.pictures]
+        sections = [
+            f'<section id="part-{k}">\n<h2>{escape(heading)}</h2>\n{content}\n</section>'
+            for k, (heading, content) in enumerate(parts)
+        ]
+        links = [
+            f'<a href="#part-{k}">{escape(heading)}</a>' for k, (heading, _) in enumerate(parts)
+        ]
+        return Template(_packaged("page.html")).substitute(
+            title=escape(self.title),
+            css=_packaged("page.css"),
+            settings=escape(self.settings),
+            links="\n".join(links),
+            sections="\n".join(sections),
+            command=escape(self.command),
+        )
+
+    def write_html(self, path: Path) -> Path:
+        """Write the page and return where it is; an earlier one is replaced at once or not at all.
+
+        Raises:
+            PageError: it can't be written there.
+        """
+        # A folder's name may hold bytes that are no text.
+        content = self.html.encode("utf-8", errors="replace")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, lambda stream: stream.write(content))
+        except OSError as error:
+            raise PageError(
+                f"The report cannot be written to '{path}': {error.strerror}. "
+                "Name another file with --output."
+            ) from error
+        return path
+
+
+def _packaged(name: str) -> str:
+    """The content of a file that lies beside this one."""
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _html_table(table: Table) -> str:
+    """A table that scrolls sideways by itself, also with the keyboard."""
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
+    rows = "\n".join(
+        f'<tr><th scope="row">{escape(first)}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        + "</tr>"
+        for first, *cells in table.rows
+    )
+    note = f'\n<p class="note">{escape(table.note)}</p>' if table.note else ""
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.heading)}">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>{note}"
+    )
+
+
+def _html_picture(picture: Picture) -> str:
+    data = base64.b64encode(picture.png).decode("ascii")
+    return (
+        f'<img alt="{escape(picture.heading)}" src="data:image/png;base64,{data}">'
+        f'\n<p class="note">{escape(picture.description)}</p>'
+    )
 
 
 def publish(document: Document, output: Path | None, console: Console) -> list[Path]:

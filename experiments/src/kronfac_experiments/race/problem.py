@@ -139,9 +139,7 @@ def spread_out(cases: Cases, count: int | None) -> Cases:
     if count is None or count >= len(cases):
         return cases
     rows = torch.linspace(0, len(cases) - 1, count).round().long()
-    inputs = cases.inputs[rows]
-    same = cases.targets is cases.inputs
-    return Cases(inputs, inputs if same else cases.targets[rows])
+    return cases.select(rows)
 
 
 def state_bytes(value: Any) -> int:

@@ -1,10 +1,12 @@
 """The plots and pictures of a report, drawn by matplotlib as PNG files."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from kronfac_experiments.pages.drawn import png
@@ -18,7 +20,7 @@ ERRORS = {
     "test_error": (0.5, 1.0),
     "averaged_train_error": (0.9, 0.8),
 }
-"""Opacity and width of the lines; the colours of the runs are in the summary table."""
+"""Opacity and width of the lines."""
 AXES = {"seconds": "seconds", "iteration": "iterations", "cases": "cases"}
 TRACES = {
     "lambda": ("λ, damping of the quadratic model", "log"),
@@ -34,7 +36,7 @@ CASES, ROWS = 8, 7
 """Test cases of a gallery, and rows with the originals."""
 
 
-def line_of(index: int) -> tuple[str, str]:
+def line_of(index: int) -> tuple[str, Any]:
     """Colour and dashes of a run by its place: after seven the dashes change."""
     return COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]
 
@@ -57,6 +59,11 @@ def errors(runs: Sequence[Run]) -> bytes | None:
         if any((run.columns[name] > 0).any() for run in runs for name in ERRORS):
             axes.set_yscale("log")
     panels[0].set_ylabel("error")
+    lines = [
+        Line2D([], [], color=colour, linestyle=dashes, label=run.name.replace("$", r"\$"))
+        for run, (colour, dashes) in zip(runs, map(line_of, range(len(runs))), strict=True)
+    ]
+    figure.legend(handles=lines, loc="outside lower center", ncols=4, fontsize=9)
     return png(figure, dpi=110)
 
 

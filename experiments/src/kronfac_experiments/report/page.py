@@ -1,33 +1,42 @@
-"""The page about one or more runs, put together and written."""
+"""`kronfac report RUN…`: what runs did, as one HTML page that needs no network."""
 
-import base64
+import math
 import shlex
 import sys
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from kronfac_experiments.pages.page import Page
+from kronfac_experiments.pages.document import Document, Picture, Table
 from kronfac_experiments.report import figures
 from kronfac_experiments.report.runs import Run, read_runs, run_folders
-from kronfac_experiments.report.tables import (
-    best_first,
-    configuration_table,
-    parts_table,
-    summary_table,
-    verdict,
-)
 
 DEFAULT_OUTPUT = Path("report.html")
-HOW_TO_READ = """Best first. Errors are those of the last evaluation. <em>Averaged</em> is the training
-error of the averaged parameters, <em>better of both</em> the smaller of the current and the averaged one.
-<em>Cases</em> counts every training case as often as it was used; <em>seconds</em> are those of the
-optimizer, without evaluation."""
-Section = tuple[str, str, str]
-"""Anchor, heading and HTML."""
+MISSING = "—"
+HOW_TO_READ = (
+    "Best first. Errors are those of the last evaluation. Averaged is the training error of the averaged "
+    "parameters, better of both the smaller of the current and the averaged one. Cases counts every "
+    "training case as often as it was used; seconds are those of the optimizer, without evaluation."
+)
+SUMMARY_COLUMNS = (
+    "run",
+    "training error",
+    "averaged",
+    "better of both",
+    "test error",
+    "iterations",
+    "cases",
+    "seconds",
+    "problem",
+    "optimizer",
+)
+ERRORS_ARE = (
+    "The error of autoencoders is the squared reconstruction error a case, summed over pixels; that of "
+    "classifiers is the percentage of wrong answers. The thick line of a colour is the training error, the "
+    "pale one the test error, the thin one that of averaged parameters."
+)
 
 
 @dataclass(frozen=True)
@@ -57,80 +66,134 @@ def write_report(config: ReportConfig) -> Path:
     folders, others = run_folders(config.runs)
     if others:
         print(f"Left out, as no runs: {', '.join(map(str, others))}", file=sys.stderr)
-    return page_of(read_runs(folders), config.command).write(config.output)
+    return page_of(read_runs(folders), config.command).write_html(config.output)
 
 
-def page_of(runs: list[Run], command: str) -> Page:
+def page_of(runs: list[Run], command: str) -> Document:
     """The page about the runs."""
-    colours = {run.name: figures.line_of(index)[0] for index, run in enumerate(runs)}
     ordered = best_first(runs)
-    note = f'<p class="note">{HOW_TO_READ}</p>'
-    summary = f"{summary_table(ordered, colours)}\n{note}\n{_notes(runs)}"
-    parts = (_errors(runs), _traces(runs), _time(runs), _pictures(runs), _configuration(runs))
-    return Page(
-        title=_title(runs),
-        verdict=verdict(ordered),
-        sections=[("summary", "Summary", summary), *filter(None, parts)],
-        command=command,
-    )
-
-
-def _errors(runs: list[Run]) -> Section:
-    drawn = figures.errors(runs)
-    if drawn is None:
-        return "errors", "Error", '<p class="note">No error has been evaluated yet.</p>'
-    note = (
-        '<p class="note">The error of autoencoders is the squared reconstruction error a case, summed '
-        "over pixels; that of classifiers is the percentage of wrong answers. The thick line of a colour "
-        "is the training error, the pale one the test error, the thin one that of averaged parameters.</p>"
-    )
-    label = "Error curves of the runs; the last values are in the summary table."
-    return "errors", "Error", _image(drawn, label) + note
-
-
-def _traces(runs: list[Run]) -> Section | None:
-    drawn = figures.traces(runs)
-    if drawn is None:
-        return None
-    label = "Damping, coefficients, reduction ratio and loss of the runs by iteration"
-    return "steps", "Step by step", _image(drawn, label)
-
-
-def _time(runs: list[Run]) -> Section | None:
     timed = [run for run in runs if run.parts]
-    return ("time", "Time by part", parts_table(timed)) if timed else None
-
-
-def _pictures(runs: list[Run]) -> Section | None:
-    drawn = {run.name: image for run in runs if (image := figures.gallery(run)) is not None}
-    if not drawn:
-        return None
-    note = '<p class="note">Test cases on top, below them what the network made of them.</p>'
-    galleries = "".join(
-        f"<h3>{escape(name)}</h3>{_image(image, f'Reconstructions by {name}')}"
-        for name, image in drawn.items()
-    )
-    return "pictures", "Reconstructions", note + galleries
-
-
-def _configuration(runs: list[Run]) -> Section | None:
-    if not any(run.config for run in runs):
-        return None
-    return "configuration", "Configuration", configuration_table(runs)
-
-
-def _image(content: bytes, label: str) -> str:
-    data = base64.b64encode(content).decode("ascii")
-    return f'<img alt="{escape(label)}" src="data:image/png;base64,{data}">'
-
-
-def _title(runs: list[Run]) -> str:
-    problems = [run.setting("problem") for run in runs]
-    names = ", ".join(dict.fromkeys(problem for problem in problems if problem))
+    names = ", ".join(dict.fromkeys(run.config["problem"] for run in runs if run.config))
     count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    return f"Training report: {names}, {count}" if names else f"Training report: {count}"
+    return Document(
+        title=f"Training report: {names}, {count}" if names else f"Training report: {count}",
+        command=command,
+        settings=verdict(ordered),
+        tables=[
+            _summary(ordered),
+            *([_parts(timed)] if timed else []),
+            *([_configuration(runs)] if any(run.config for run in runs) else []),
+        ],
+        pictures=_pictures(runs),
+    )
 
 
-def _notes(runs: list[Run]) -> str:
-    items = [f"<li>{escape(run.name)}: {escape(note)}.</li>" for run in runs for note in run.notes]
-    return f'<ul class="warnings">{"".join(items)}</ul>' if items else ""
+def best_first(runs: list[Run]) -> list[Run]:
+    """By training error within a problem, since errors of two problems cannot be compared.
+
+    What diverged comes after what did not, what was never evaluated last.
+    """
+    problems = list(dict.fromkeys(run.config.get("problem") for run in runs))
+
+    def key(run: Run) -> tuple[int, bool, float]:
+        error = run.better_error
+        place = problems.index(run.config.get("problem"))
+        return place, error is None, math.inf if error is None else error
+
+    return sorted(runs, key=key)
+
+
+def verdict(runs: list[Run]) -> str:
+    """The outcome in a sentence for each problem; `runs` are best first."""
+    sentences = []
+    problems = dict.fromkeys(run.config.get("problem") for run in runs)
+    for problem in problems:
+        best, *others = (run for run in runs if run.config.get("problem") == problem)
+        error = best.better_error
+        if error is None or not math.isfinite(error):
+            sentences.append("No run has a finite training error yet.")
+            continue
+        what = "Lowest" if others else "Last"
+        where = f" on {problem}" if problem else ""
+        sentence = f"{what} training error{where}: {number(error)} by {best.name}"
+        runner_up = others[0].better_error if others else None
+        if runner_up is not None and math.isfinite(runner_up):
+            sentence += f"; the next, {others[0].name}, ended at {number(runner_up)}"
+        sentences.append(sentence + ".")
+    if len(problems) > 1:
+        sentences.append("Errors of different problems cannot be compared.")
+    return " ".join(dict.fromkeys(sentences))
+
+
+def _summary(runs: list[Run]) -> Table:
+    rows = []
+    for run in runs:
+        errors = run.last("train_error"), run.last("averaged_train_error"), run.better_error
+        words = [run.config.get(name) for name in ("optimizer", "inverse", "preset")]
+        rows.append(
+            (
+                run.name,
+                *map(number, (*errors, run.last("test_error"))),
+                *(whole(run.last(name)) for name in ("iteration", "cases")),
+                number(run.last("seconds")),
+                run.config.get("problem", MISSING),
+                ", ".join(filter(None, words)) or MISSING,
+            )
+        )
+    notes = [f"{run.name}: {note}." for run in runs for note in run.notes]
+    return Table("Summary", SUMMARY_COLUMNS, rows, " ".join([HOW_TO_READ, *notes]))
+
+
+def _parts(runs: list[Run]) -> Table:
+    """Milliseconds an iteration: a row a part, a column a run."""
+    names = dict.fromkeys(part for run in runs for part in run.parts)
+    rows = [
+        (name.replace("_", " "), *(number(run.parts.get(name)) for run in runs)) for name in names
+    ]
+    rows.append(("together", *(number(sum(run.parts.values())) for run in runs)))
+    columns = ("part", *(run.name for run in runs))
+    return Table("Time by part", columns, rows, "Milliseconds an iteration.")
+
+
+def _configuration(runs: list[Run]) -> Table:
+    """A row a setting, a column a run; rows that are not the same in all runs are marked."""
+    rows = []
+    for key in dict.fromkeys(key for run in runs for key in run.config):
+        values = [run.config.get(key, MISSING) for run in runs]
+        rows.append((f"≠ {key}" if len(set(values)) > 1 else key, *values))
+    return Table("Configuration", ("setting", *(run.name for run in runs)), rows)
+
+
+def _pictures(runs: list[Run]) -> list[Picture]:
+    drawn = [
+        ("Error", ERRORS_ARE, figures.errors(runs)),
+        ("Step by step", "Damping, coefficients, reduction ratio and loss.", figures.traces(runs)),
+        *(
+            (
+                f"Reconstructions by {run.name}",
+                "Test cases on top, below them what the network made of them.",
+                figures.gallery(run),
+            )
+            for run in runs
+        ),
+    ]
+    return [
+        Picture(heading, description, png) for heading, description, png in drawn if png is not None
+    ]
+
+
+def number(value: float | None) -> str:
+    """Four significant digits, or words."""
+    if value is None:
+        return MISSING
+    if not math.isfinite(value):
+        return "not finite"
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        digits = 3 - (math.floor(math.log10(abs(value))) if value else 0)
+        return f"{value:,.{max(digits, 0)}f}"
+    return f"{value:.3e}"
+
+
+def whole(value: float | None) -> str:
+    """With commas, or words."""
+    return f"{value:,.0f}" if value is not None and math.isfinite(value) else number(value)

@@ -1,8 +1,6 @@
 """Reads run folders: `config.json`, `metrics.jsonl`, `reconstructions.npz`.
 
-Only `metrics.jsonl` has to be there, since a report is also wanted of a run that is under way, was
-killed in the middle of a line, or comes from another program. What could not be used is noted and
-the notes are shown on the page.
+A report is also wanted of a run that is under way, or was killed in the middle of a line.
 """
 
 import json
@@ -35,6 +33,8 @@ STEP_NUMBERS = (
 )
 ERRORS = ("train_error", "test_error", "averaged_train_error", "averaged_test_error")
 """A row has them if they were evaluated; null is one that was not finite."""
+METRICS = "metrics.jsonl"
+"""What makes a folder a run."""
 
 
 class ReportError(KronfacError, ValueError):
@@ -62,7 +62,7 @@ class Run:
 
     Args:
         name: Unique among the runs of a report.
-        config: `config.json`; empty if there is none.
+        config: `config.json`, flat; empty if there is none.
         rows: The objects of `metrics.jsonl`, iterations increasing.
         snapshots: None if there are none.
         notes: What was left out or out of the ordinary, in words.
@@ -70,38 +70,33 @@ class Run:
     """
 
     name: str
-    config: dict[str, Any]
+    config: dict[str, str]
     rows: tuple[dict[str, Any], ...]
-    snapshots: Snapshots | None
-    notes: tuple[str, ...]
+    snapshots: Snapshots | None = None
+    notes: tuple[str, ...] = ()
     diverged: bool = False
 
     @cached_property
     def columns(self) -> dict[str, Column]:
-        """Each number over the rows: NaN if it was not computed, ∞ if it was not finite."""
+        """Each number over the rows: NaN if it was not computed; an error is ∞ if it was not finite."""
         columns = {
-            name: np.array([_number(row.get(name)) for row in self.rows], dtype=np.float64)
+            name: np.array([_or_nan(row.get(name)) for row in self.rows], dtype=np.float64)
             for name in STEP_NUMBERS
         }
         for name in ERRORS:
             errors = [math.inf if row.get(name, 0) is None else row.get(name) for row in self.rows]
-            columns[name] = np.array([_number(error) for error in errors], dtype=np.float64)
+            columns[name] = np.array([_or_nan(error) for error in errors], dtype=np.float64)
         columns["batch"][columns["batch"] == 0] = math.nan  # a row before the first step
-        if np.isnan(columns["cases"]).all() and not np.isnan(columns["batch"]).all():
-            columns["cases"] = np.nancumsum(columns["batch"])
         return columns
 
     @cached_property
     def parts(self) -> dict[str, float]:
         """Milliseconds an iteration by part, over the iterations that were timed."""
-        timed = [row["parts"] for row in self.rows if isinstance(row.get("parts"), dict)]
-        total: dict[str, float] = {}
-        for parts in timed:
-            for part, seconds in parts.items():
-                value = _number(seconds)
-                if math.isfinite(value):
-                    total[part] = total.get(part, 0.0) + value
-        return {part: 1000 * seconds / len(timed) for part, seconds in total.items()}
+        timed = [row["parts"] for row in self.rows if "parts" in row]
+        names = dict.fromkeys(part for parts in timed for part in parts)
+        return {
+            name: 1000 * sum(parts.get(name, 0.0) for parts in timed) / len(timed) for name in names
+        }
 
     def last(self, name: str) -> float | None:
         """The value of the last row that has one; ∞ if that was not finite."""
@@ -109,14 +104,11 @@ class Run:
         values = values[~np.isnan(values)]
         return float(values[-1]) if len(values) else None
 
-    def setting(self, name: str) -> str | None:
-        """A setting of the configuration, if it is there and is a word or a number."""
-        value = self.config.get(name)
-        return str(value) if isinstance(value, str | int | float) else None
-
-
-METRICS = "metrics.jsonl"
-"""What makes a folder a run."""
+    @property
+    def better_error(self) -> float | None:
+        """The last training error, current or averaged, whichever is smaller [MG15 §13]."""
+        errors = [self.last("train_error"), self.last("averaged_train_error")]
+        return min((error for error in errors if error is not None), default=None)
 
 
 def run_folders(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
@@ -150,10 +142,8 @@ def run_folders(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """The runs in the order given; a folder that is given twice is read once."""
     resolved = list(dict.fromkeys(folder.resolve() for folder in folders))
-    given = {folder.resolve(): folder for folder in reversed(folders)}
     return [
-        _read_run(given[folder], name)
-        for folder, name in zip(resolved, _names(resolved), strict=True)
+        _read_run(folder, name) for folder, name in zip(resolved, _names(resolved), strict=True)
     ]
 
 
@@ -168,19 +158,15 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _read_run(folder: Path, name: str) -> Run:
-    rows, notes = _read_rows(folder / METRICS)
+    rows = _read_rows(folder / METRICS)
+    notes = []
     snapshots = None
     if (folder / "reconstructions.npz").is_file():
         try:
             snapshots = _read_snapshots(folder / "reconstructions.npz")
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             notes.append(f"reconstructions.npz was left out: {error}")
-    events = [
-        (row["iteration"], event)
-        for row in rows
-        if isinstance(row.get("events"), list)
-        for event in row["events"]
-    ]
+    events = [(row["iteration"], event) for row in rows for event in row.get("events", ())]
     if events:
         notes.append(f"{len(events)} events, the first in iteration {events[0][0]}: {events[0][1]}")
     if not rows:
@@ -188,52 +174,45 @@ def _read_run(folder: Path, name: str) -> Run:
     diverged = (folder / "diverged.json").is_file()
     if diverged:
         notes.append("the run diverged, and ends there")
-    config = _read_config(folder / "config.json")
-    return Run(name, config, tuple(rows), snapshots, tuple(notes), diverged)
+    return Run(name, _read_config(folder / "config.json"), rows, snapshots, tuple(notes), diverged)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, str]:
+    """The options, then versions and machine; the problem goes by its name also for a user's own data."""
     if not path.is_file():
         return {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ReportError(f"The report cannot read '{path}': {error}.") from error
-    if not isinstance(config, dict):
-        raise ReportError(
-            f"A configuration is a JSON object; '{path}' holds a {type(config).__name__}."
-        )
-    return config
+        record = json.loads(path.read_text(encoding="utf-8"))
+        settings = flatten(record.pop("config"), named_by_group=False)
+        return settings | {"problem": record.pop("name")} | flatten(record)
+    except (ValueError, AttributeError, KeyError) as error:
+        raise ReportError(f"The report cannot read '{path}': {error!r}.") from error
 
 
-def _read_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    rows: list[dict[str, Any]] = []
-    unreadable = 0
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ReportError(f"The report cannot read '{path}': {error}.") from error
+def flatten(value: dict[str, Any], named_by_group: bool = True) -> dict[str, str]:
+    """{"a": {"b": 1}} as {"a.b": "1"}, or {"b": "1"}, without nulls; lists stay in one piece."""
+    flat: dict[str, str] = {}
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            below = flatten(inner)
+            flat |= {f"{name}.{key}": v for key, v in below.items()} if named_by_group else below
+        elif inner is not None:
+            flat[name] = inner if isinstance(inner, str) else json.dumps(inner, ensure_ascii=False)
+    return flat
+
+
+def _read_rows(path: Path) -> tuple[dict[str, Any], ...]:
+    rows = []
+    lines = path.read_bytes().splitlines()
     for count, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
         try:
-            row = json.loads(line)
-        except ValueError:
-            # The last line may be being written at this moment: nothing to tell.
-            unreadable += count < len(lines)
-            continue
-        if not isinstance(row, dict):
-            unreadable += 1
-            continue
-        if not math.isfinite(_number(row.get("iteration"))):
-            row["iteration"] = rows[-1]["iteration"] + 1 if rows else 1
-        # A run that was killed and resumed may have written some iterations twice.
-        while rows and rows[-1]["iteration"] >= row["iteration"]:
-            rows.pop()
-        rows.append(row)
-    return rows, [f"{unreadable} unreadable lines of metrics.jsonl were left out"] * (
-        unreadable > 0
-    )
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if count < len(lines):  # the last line may be being written at this moment
+                raise ReportError(
+                    f"The report cannot read line {count} of '{path}': {error}."
+                ) from error
+    return tuple(rows)
 
 
 def _read_snapshots(path: Path) -> Snapshots | None:
@@ -245,25 +224,12 @@ def _read_snapshots(path: Path) -> Snapshots | None:
     if not reconstructions.size:
         return None
     side = round(originals.shape[-1] ** 0.5)
-    if originals.ndim != 2 or side * side != originals.shape[1]:
-        raise ValueError(f"originals {originals.shape} are not (cases, pixels of a square)")
-    if reconstructions.shape != (*iterations.shape, *originals.shape):
-        raise ValueError(
-            f"reconstructions {reconstructions.shape} do not fit iterations {iterations.shape} "
-            f"and originals {originals.shape}"
-        )
     return Snapshots(
         iterations,
         originals.reshape(-1, side, side),
-        reconstructions.reshape(*reconstructions.shape[:2], side, side),
+        reconstructions.reshape(len(iterations), len(originals), side, side),
     )
 
 
-def _number(value: object) -> float:
-    """NaN for what is not a number; ∞ for a number that is not finite."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    try:
-        return float(value) if math.isfinite(value) else math.inf
-    except OverflowError:  # an integer beyond all floats
-        return math.inf
+def _or_nan(value: Any) -> float:
+    return math.nan if value is None else float(value)
