@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,12 +23,11 @@ from kronfac import (
     Intervals,
     LevenbergMarquardtRule,
 )
-from kronfac.curvature import Curvature, KroneckerMoments, Link
-from kronfac.errors import NotPositiveDefiniteError, StateError
+from kronfac.curvature import ApproximateInverse, Curvature, KroneckerMoments, Link
+from kronfac.errors import NotPositiveDefiniteError
 from kronfac.extend import (
     BlockDiagonalInverse,
     BlockTridiagonalInverse,
-    DampingState,
     EigenvalueCorrectedInverse,
     ExactTikhonov,
 )
@@ -54,76 +53,112 @@ def step(optimizer: KFAC, k: int, x_scale: float = 1.0) -> None:
     optimizer.step(optimizer.closure(x, y))
 
 
-@dataclass(frozen=True)
-class Watched(BlockDiagonalInverse):
-    """Does something before it begins."""
+def watched(
+    first: Callable[[Curvature], object], kind: type[BlockDiagonalInverse] = BlockDiagonalInverse
+) -> ApproximateInverse:
+    """An inverse that does something before it is prepared."""
 
-    first: Callable[[], None] = lambda: None
+    @dataclass(frozen=True)
+    class Watched(kind):  # type: ignore[misc, valid-type]
+        def prepare(self, curvature: Curvature) -> Any:
+            first(curvature)
+            return super().prepare(curvature)
 
-    def prepare(self, curvature: Curvature) -> Any:
-        self.first()
-        return super().prepare(curvature)
+    return Watched()
+
+
+def in_background() -> bool:
+    return threading.current_thread() is not threading.main_thread()
+
+
+def failing(error: Exception) -> ApproximateInverse:
+    def fail(_: Curvature) -> None:
+        if in_background():
+            raise error
+
+    return watched(fail)
+
+
+def advance(optimizer: KFAC, steps: range) -> KFAC:
+    for k in steps:
+        step(optimizer, k)
+    return optimizer
+
+
+def state(optimizer: KFAC) -> dict[str, Any]:
+    """What is saved, which waits for a refresh that is under way."""
+    return optimizer.state_dict()["kfac"]
+
+
+def under_way(optimizer: KFAC) -> int | None:
+    """The iteration that began it."""
+    refresh = state(optimizer)["refresh"]
+    return None if refresh is None else refresh["iteration"]
 
 
 @pytest.mark.parametrize("kind", [BlockDiagonalInverse, BlockTridiagonalInverse])
 def test_the_inverse_is_that_of_the_curvature_of_the_iteration_that_began_it(kind):
-    gamma = 0.3
-    optimizer = new(inverse=kind(), damping=FixedDamping(0.1), gamma=FixedGamma(gamma))
-    curvature = {}
+    gamma, given = 0.3, []
+    optimizer = new(
+        inverse=watched(given.append, kind), damping=FixedDamping(0.1), gamma=FixedGamma(gamma)
+    )
     for k in range(1, 15):
         step(optimizer, k)
-        curvature[k] = optimizer._state.curvature
+        saved = state(optimizer)
         # 1, 2 and 3 at once; 5 in use from 8 on, 10 from 13 on.
         begun = k if k <= 3 else 3 if k < 5 + LAG else 5 if k < 10 + LAG else 10
-        expected = kind().prepare(curvature[begun]).damped(gamma)
-        assert same(pack(optimizer._state.current.inverse), pack(expected)), k
-        assert optimizer._state.current.iteration == begun
+        assert saved["current"]["iteration"] == begun
+        if k in (1, 2, 3, 5, 10):
+            assert same(pack(given[-1]), saved["curvature"])
+        used = given[(1, 2, 3, 5, 10).index(begun)]
+        assert same(saved["current"]["inverse"], pack(kind().prepare(used).damped(gamma))), k
+    assert len(given) == 5
 
 
 def test_between_start_and_use_steps_are_made_while_the_refresh_is_under_way():
     used = threading.Event()
     names = []
 
-    def wait() -> None:
+    def wait(_: Curvature) -> None:
         names.append(threading.current_thread().name)
-        if threading.current_thread() is not threading.main_thread():
-            assert used.wait(30)
+        if in_background():
+            assert used.wait(60)
 
-    optimizer = new(inverse=Watched(first=wait))
+    optimizer = new(inverse=watched(wait))
     try:
-        for k in range(1, INTERVAL + LAG):
-            step(optimizer, k)  # would not return if it waited
-        assert optimizer._state.current.iteration == 3
+        advance(optimizer, range(1, INTERVAL + LAG))  # would not return if it waited
     finally:
         used.set()
+    assert state(optimizer)["current"]["iteration"] == 3
     step(optimizer, INTERVAL + LAG)
-    assert optimizer._state.current.iteration == INTERVAL
+    assert state(optimizer)["current"]["iteration"] == INTERVAL
     assert names[:3] == ["MainThread"] * 3
     assert names[3].startswith("kronfac-background")
     assert len(names) == 4
 
 
-def test_a_slow_machine_makes_the_same_steps():
+@pytest.mark.parametrize("kind", [BlockDiagonalInverse, EigenvalueCorrectedInverse])
+def test_a_slow_machine_makes_the_same_steps(kind):
     """One run in which every refresh is late, one in which every refresh is done long before."""
-    slow, fast = new(inverse=Watched(first=lambda: time.sleep(0.05))), new(inverse=Watched())
+    slow, fast = (new(inverse=watched(wait, kind)) for wait in (lambda _: time.sleep(0.05), id))
     for k in range(1, 18):
         step(slow, k)
-    for k in range(1, 18):
         step(fast, k)
-        if fast._state.refresh is not None:
-            list(fast._state.refresh.outcomes)  # waits
+        state(fast)  # waits
+    assert state(fast)["current"]["iteration"] == 10, "that of 15 comes into use at 18"
+    assert same(state(slow)["current"], state(fast)["current"])
     for a, b in zip(slow.model.parameters(), fast.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 def test_a_step_that_has_to_wait_counts_it_as_time_for_the_inverse():
-    pause = 0.3
-    optimizer = new(inverse=Watched(first=lambda: time.sleep(pause)))
-    for k in range(1, INTERVAL + LAG):
-        step(optimizer, k)
-    assert optimizer.report.seconds.get("inverse", 0.0) < pause / 2
+    go = threading.Event()
+    optimizer = new(inverse=watched(lambda _: go.wait(60) if in_background() else None))
+    advance(optimizer, range(1, INTERVAL + LAG))
+    before = optimizer.report.seconds.get("inverse", 0.0)
+    threading.Timer(0.5, go.set).start()
     step(optimizer, INTERVAL + LAG)
-    assert optimizer.report.seconds["inverse"] > pause / 2
+    assert optimizer.report.seconds["inverse"] > before + 0.1
 
 
 def test_all_candidates_for_gamma_are_compared_when_it_comes_into_use():
@@ -141,15 +176,14 @@ def test_all_candidates_for_gamma_are_compared_when_it_comes_into_use():
 def test_a_save_waits_for_it_and_a_loaded_run_makes_the_same_steps():
     begun, go = threading.Event(), threading.Event()
 
-    def wait() -> None:
-        if threading.current_thread() is not threading.main_thread():
+    def wait(_: Curvature) -> None:
+        if in_background():
             begun.set()
-            assert go.wait(30)
+            assert go.wait(60)
 
-    optimizer = new(inverse=Watched(first=wait))
-    for k in range(1, INTERVAL + 1):
-        step(optimizer, k)
-    assert begun.wait(30)
+    optimizer, other = (new(inverse=watched(wait)) for _ in range(2))
+    advance(optimizer, range(1, INTERVAL + 1))
+    assert begun.wait(60)
     timer = threading.Timer(0.2, go.set)
     timer.start()
     saved = optimizer.state_dict()
@@ -157,152 +191,80 @@ def test_a_save_waits_for_it_and_a_loaded_run_makes_the_same_steps():
     timer.join()
     # γ as it was, and the paper's two neighbours.
     assert len(saved["kfac"]["refresh"]["inverses"]) == 3
-
-    other = new(inverse=Watched(first=wait))
     other.model.load_state_dict(optimizer.model.state_dict())
     other.load_state_dict(saved)
-    for k in range(INTERVAL + 1, 3 * INTERVAL):
-        for run in (optimizer, other):
-            step(run, k)
+    for run in (optimizer, other):
+        advance(run, range(INTERVAL + 1, 3 * INTERVAL))
     assert same(optimizer.state_dict(), other.state_dict())
 
 
-def test_a_refresh_that_failed_is_told_of_when_it_was_to_be_used_and_tried_again():
-    def fail() -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise NotPositiveDefiniteError("as told")
-
-    optimizer = new(inverse=Watched(first=fail), gamma=FixedGamma(0.3))
+@pytest.mark.parametrize("saved_on_the_way", [False, True])
+def test_a_refresh_that_failed_is_told_of_when_it_was_to_be_used_and_tried_again(saved_on_the_way):
+    error = NotPositiveDefiniteError("as told")
+    optimizer, other = (new(inverse=failing(error), gamma=FixedGamma(0.3)) for _ in range(2))
     kinds: dict[int, list[str]] = {}
     for k in range(1, 2 * INTERVAL + LAG + 1):
         step(optimizer, k)
         kinds[k] = [event.kind for event in optimizer.report.events]
+        if saved_on_the_way and k == INTERVAL:
+            other.load_state_dict(optimizer.state_dict())
+            optimizer = other
     for k in (INTERVAL + LAG, 2 * INTERVAL + LAG):
         assert kinds.pop(k) == ["candidate_failed", "refresh_failed"]
     assert not any(kinds.values())
-    assert optimizer._state.current.iteration == 3
-    assert "as told" in optimizer.report.events[0].message
+    assert state(optimizer)["current"]["iteration"] == 3
+    assert all("as told" in event.message for event in optimizer.report.events)
 
 
-def test_a_failed_refresh_is_saved_as_such():
-    def fail() -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise NotPositiveDefiniteError("as told")
-
-    optimizer = new(inverse=Watched(first=fail), gamma=FixedGamma(0.3))
-    for k in range(1, INTERVAL + 1):
-        step(optimizer, k)
-    other = new(inverse=Watched(first=fail), gamma=FixedGamma(0.3))
-    other.load_state_dict(optimizer.state_dict())
-    for k in range(INTERVAL + 1, INTERVAL + LAG + 1):
-        step(other, k)
-    assert "as told" in other.report.events[-1].message
-
-
-def test_a_step_that_is_refused_leaves_it_under_way():
-    optimizer = new()
-    for k in range(1, INTERVAL + 1):
-        step(optimizer, k)
-    under_way = optimizer._state.refresh
-    assert under_way is not None
-    step(optimizer, INTERVAL + 1, x_scale=float("nan"))
-    assert optimizer.report.refused
-    assert optimizer._state.refresh is under_way
-    for k in range(INTERVAL + 1, INTERVAL + LAG):
-        step(optimizer, k)
-    assert optimizer._state.refresh is under_way
-    step(optimizer, INTERVAL + LAG, x_scale=float("nan"))  # which was to use it
-    assert optimizer._state.refresh is under_way
-    step(optimizer, INTERVAL + LAG)
-    assert optimizer._state.current.iteration == INTERVAL
-
-
-def test_a_step_that_is_refused_begins_none():
+def test_a_step_that_is_refused_begins_none_and_leaves_one_that_is_under_way():
     begun = []
-    optimizer = new(inverse=Watched(first=lambda: begun.append(threading.current_thread())))
-    for k in range(1, INTERVAL):
+    optimizer = advance(new(inverse=watched(begun.append)), range(1, INTERVAL))
+    for k in range(INTERVAL, INTERVAL + LAG + 1):
+        for _ in range(2):  # at the start, on the way, and when it was to be used
+            step(optimizer, k, x_scale=float("nan"))
+            assert optimizer.report.refused
+            assert under_way(optimizer) == (None if k == INTERVAL else INTERVAL)
         step(optimizer, k)
-    at_once = len(begun)
-    for _ in range(3):
-        step(optimizer, INTERVAL, x_scale=float("nan"))
-        assert optimizer.report.refused
-        assert optimizer._state.refresh is None
-    step(optimizer, INTERVAL)
-    assert optimizer._state.refresh is not None
-    list(optimizer._state.refresh.outcomes)
-    assert len(begun) == at_once + 1
+    assert state(optimizer)["current"]["iteration"] == INTERVAL
+    assert len(begun) == 3 + 1
 
 
 def test_an_error_in_the_background_is_not_kept_forever():
-    def fail() -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise MemoryError
-
-    optimizer, other = new(inverse=Watched(first=fail)), new()
+    """Where memory is short, the inverse is computed at once."""
+    optimizer, other = new(inverse=failing(MemoryError())), new()
     for k in range(1, 2 * INTERVAL):
         for run in (optimizer, other):
             step(run, k)
         assert not optimizer.report.events
-    assert same(
-        optimizer.state_dict()["kfac"]["current"]["inverse"],
-        other.state_dict()["kfac"]["current"]["inverse"],
-    )
+    assert same(state(optimizer)["current"]["inverse"], state(other)["current"]["inverse"])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_process_computes_it_for_itself():
     go = threading.Event()
-
-    def wait() -> None:
-        if threading.current_thread() is not threading.main_thread():
-            assert go.wait(60)
-
-    optimizer = new(inverse=Watched(first=wait))
+    optimizer = new(inverse=watched(lambda _: go.wait(60) if in_background() else None))
     try:
-        for k in range(1, INTERVAL + 1):
-            step(optimizer, k)
-        outcome = forked(lambda: len(optimizer.state_dict()["kfac"]["refresh"]["inverses"]))
+        advance(optimizer, range(1, INTERVAL + 1))
+        outcome = forked(lambda: len(state(optimizer)["refresh"]["inverses"]))
     finally:
         go.set()
     assert outcome == 3
 
 
-def test_where_lambda_has_moved_far_it_is_given_up_for_one_at_once():
+@pytest.mark.parametrize("since_it_began", [True, False])
+def test_where_lambda_has_moved_far_since_it_began_it_is_given_up_for_one_at_once(since_it_began):
+    """Since the inverse in use does not count."""
     optimizer = new(damping=AdaptiveDamping(), gamma=AdaptiveGamma())
-    for k in range(1, INTERVAL + 1):
-        step(optimizer, k)
-    assert optimizer._state.refresh is not None
-    far = DampingState(1000 * optimizer._state.damping.lambda_)
-    optimizer._state = replace(optimizer._state, damping=far)
+    saved = advance(optimizer, range(1, INTERVAL + 1)).state_dict()
+    assert saved["kfac"]["refresh"]["iteration"] == INTERVAL
+    saved["kfac"]["damping"]["lambda_"] *= 1000
+    if not since_it_began:
+        saved["kfac"]["refresh"]["lambda_"] *= 1000
+    optimizer.load_state_dict(saved)
     step(optimizer, INTERVAL + 1)
-    assert optimizer._state.refresh is None
-    assert optimizer._state.current.iteration == INTERVAL + 1
-
-
-def test_where_lambda_has_moved_since_the_inverse_in_use_but_not_since_it_began_it_goes_on():
-    optimizer = new(damping=AdaptiveDamping(), gamma=AdaptiveGamma())
-    for k in range(1, INTERVAL + 1):
-        step(optimizer, k)
-    under_way = optimizer._state.refresh
-    assert under_way is not None
-    far = 1000 * optimizer._state.damping.lambda_
-    optimizer._state = replace(
-        optimizer._state, damping=DampingState(far), refresh=replace(under_way, lambda_=far)
-    )
-    step(optimizer, INTERVAL + 1)
-    assert optimizer._state.refresh is not None
-    assert optimizer._state.refresh.iteration == INTERVAL
-
-
-def test_a_saved_refresh_with_something_missing_is_refused():
-    optimizer = new()
-    for k in range(1, INTERVAL + 1):
-        step(optimizer, k)
-    saved = optimizer.state_dict()
-    del saved["kfac"]["refresh"]["adoption"]
-    with pytest.raises(StateError, match=r"refresh is incomplete.*adoption"):
-        new().load_state_dict(saved)
+    assert under_way(optimizer) == (None if since_it_began else INTERVAL)
+    assert (state(optimizer)["current"]["iteration"] == INTERVAL + 1) == since_it_began
 
 
 @pytest.mark.parametrize(
@@ -338,21 +300,16 @@ def test_layers_in_parallel_give_what_one_after_the_other_does(inverse):
 
 
 def test_with_the_interval_left_open_only_where_refreshes_are_far_apart():
-    optimizer = KFAC(mlp([6, 9, 9, 3], seed=3), nn.MSELoss(), intervals=Intervals(inverse_lag=LAG))
+    optimizer = new(intervals=Intervals(inverse_lag=LAG), damping=None, gamma=None)
     seen = set()
     for k in range(1, 60):
         step(optimizer, k)
-        if optimizer._state.refresh is not None:
-            seen.add(optimizer._state.refresh.iteration)
-    assert seen
-    assert min(seen) >= 2 * LAG / (1 / 4)
+        seen.add(under_way(optimizer))
+    assert min(seen - {None}) >= 2 * LAG / (1 / 4)
 
 
-@pytest.mark.parametrize("lag", [0, LAG])
-def test_without_a_lag_nothing_is_left_under_way(lag):
-    optimizer = new(intervals=Intervals(inverse_interval=INTERVAL, inverse_lag=lag))
-    found = False
+def test_without_a_lag_nothing_is_left_under_way():
+    optimizer = new(intervals=Intervals(inverse_interval=INTERVAL))
     for k in range(1, 12):
         step(optimizer, k)
-        found |= optimizer._state.refresh is not None
-    assert found == bool(lag)
+        assert under_way(optimizer) is None
