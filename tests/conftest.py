@@ -45,7 +45,7 @@ def _reproducible():
     torch.manual_seed(0)
 
 
-def forked(work: Callable[[], int], timeout: float = 30) -> int:
+def forked(work: Callable[[], int], timeout: float = 120) -> int:
     """What `work` returns in a forked process, a small number; 255 if it fails, or takes too long."""
     child = os.fork()
     if not child:
