@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from kronfac import KFAC, LevenbergMarquardtRule, RawStep
-from kronfac.model import Buffers
 from kronfac.record import record
 from tests.conftest import normal
 from tests.failures.steps import closure_of, rejections
@@ -175,25 +174,3 @@ def test_rho_compares_a_function_with_itself(name, seen):
         assert optimizer.report.rho == pytest.approx(1.0, abs=1e-3)
         for (key, ours), truth in zip(model.named_buffers(), expected.buffers(), strict=True):
             assert_close(ours, truth, rtol=1e-9, atol=1e-12, msg=f"{key}: {ours}")
-
-
-def test_spectral_norm_has_forward_mode_and_can_be_divided():
-    model, loss = spectral(), nn.MSELoss()
-    optimizer = KFAC(model, loss)
-    x, y = normal(32, 4), normal(32, 2, seed=1)
-    optimizer.step(closure_of(optimizer, lambda model: loss(model(x), y)))
-    assert optimizer.network.learned.forward_mode
-    assert all(dims.apart for dims in optimizer.network.learned.dims.values())
-
-
-def test_a_model_that_writes_to_no_buffers_is_copied_once():
-    """The first call shows that; from then on nothing is copied."""
-    model = network(nn.BatchNorm1d(6)).eval()
-    buffers = Buffers(model)
-    kept = buffers.before_call("")
-    assert len(kept) == 3
-    model(normal(8, 4))
-    assert buffers.after_call("", kept) == ()
-    assert buffers.before_call("") == []
-    model.train()
-    assert len(buffers.before_call("")) == 3

@@ -1,10 +1,9 @@
 """Copies and saved states: complete, or refused with a reason before anything is touched."""
 
 import copy
-import io
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,44 +29,6 @@ def advance(optimizer: KFAC, steps: range) -> None:
 
 
 # -------------------------------------------------------------------------------------------- copies
-
-
-def through_torch_save(optimizer: KFAC) -> Any:
-    file = io.BytesIO()
-    torch.save(optimizer, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES: dict[str, Callable[[KFAC], Any]] = {
-    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
-    "torch.save": through_torch_save,
-    "copy.copy": copy.copy,
-}
-
-
-@pytest.mark.parametrize("way", COPIES)
-def test_a_copy_is_complete_or_refused_with_what_to_do_instead(way):
-    optimizer = trained()
-    expected = copy.deepcopy(optimizer)
-    advance(expected, range(6, 9))
-    try:
-        other = COPIES[way](optimizer)
-    except (KronfacError, TypeError, pickle.PicklingError) as error:
-        other, refusal = None, str(error)
-    if other is None:
-        assert "state_dict" in refusal
-    else:
-        advance(other, range(6, 9))
-        assert same(dict(other.model.state_dict()), dict(expected.model.state_dict()))
-
-
-def test_a_deep_copy_is_complete():
-    optimizer = trained()
-    other = copy.deepcopy(optimizer)
-    for run in (optimizer, other):
-        advance(run, range(6, 9))
-    assert same(dict(other.model.state_dict()), dict(optimizer.model.state_dict()))
 
 
 def at_the_model(optimizer: KFAC) -> nn.Module:
@@ -177,28 +138,6 @@ def missing_entries(state: Any) -> Iterator[tuple[Path, Any]]:
 DAMAGES = [nan_tensors, other_shapes, other_types, missing_entries]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("inverse", ["block_diagonal", "block_tridiagonal"])
-def test_a_damaged_state_is_refused_and_nothing_is_touched(damage, inverse):
-    state = trained(inverse=inverse).state_dict()
-    optimizer = trained(steps=3, inverse=inverse)
-    before = copy.deepcopy(optimizer.state_dict())
-    parameters = copy.deepcopy(dict(optimizer.model.state_dict()))
-    accepted, count = [], 0
-    for path, damaged in damage(state):
-        count += 1
-        try:
-            optimizer.load_state_dict(damaged)
-        except KronfacError:
-            assert same(optimizer.state_dict(), before), path
-            assert same(dict(optimizer.model.state_dict()), parameters), path
-        else:
-            accepted.append(path)
-            optimizer.load_state_dict(before)
-    assert count > 0
-    assert not accepted
-
-
 @pytest.mark.parametrize("weight_decay", [-1.0, math.nan, math.inf, "0.1", None])
 def test_a_weight_decay_that_is_none_is_refused(weight_decay):
     state = trained().state_dict()
@@ -211,12 +150,3 @@ def test_a_weight_decay_that_is_none_is_refused(weight_decay):
     with pytest.raises(KronfacError, match="weight_decay"):
         optimizer.load_state_dict(damaged)
     assert same(optimizer.state_dict(), before)
-
-
-@pytest.mark.parametrize("steps", [0, 1, 6])
-@pytest.mark.parametrize("inverse", ["block_diagonal", "block_tridiagonal"])
-def test_a_state_without_damage_is_accepted(steps, inverse):
-    state = trained(steps, inverse=inverse).state_dict()
-    optimizer = trained(steps=3, inverse=inverse)
-    optimizer.load_state_dict(state)
-    assert same(optimizer.state_dict(), state)

@@ -72,9 +72,3 @@ def test_an_argument_is_per_example_by_what_it_says_and_not_by_its_length():
     settings = FIXED | {"intervals": Intervals(0.5, 0.5)}
     optimizer = KFAC(Masked(), loss, **settings)
     assert_right_curvature(optimizer, lambda f: f(x, mask), lambda z: loss(z, y))
-
-
-def test_with_all_examples_the_step_is_right_already():
-    assert_close(
-        stepped(Flattening(), X), stepped(Plain(), X.reshape(-1, 4)), rtol=1e-9, atol=1e-11
-    )

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kronfac
-from kronfac import KFAC, FixedDamping, FixedGamma, LevenbergMarquardtRule
+from kronfac import KFAC, FixedGamma, LevenbergMarquardtRule
 from kronfac.errors import ClosureError
 from tests.conftest import mlp, normal
 from tests.failures.steps import FIXED, closure_of
@@ -156,33 +156,6 @@ def test_units_that_some_passes_do_not_use_have_the_mean_of_the_others():
         torch.testing.assert_close(block.A, homogeneous.mT @ homogeneous / 12)
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp([4, 5, 3])
-        self.scale = nn.Parameter(torch.full((3,), 2.0, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-
-def test_a_parameter_that_acts_outside_of_the_model_is_part_of_the_curvature():
-    """The curvature along the step equals that of the same product inside of the model."""
-    found = []
-    for inside in (True, False):
-        model, loss = Scaled(), nn.MSELoss()
-        if inside:
-            model.forward = lambda x, m=model: m.net(x) * m.scale
-        optimizer = KFAC(model, loss, damping=FixedDamping(0.1), gamma=FixedGamma(0.3))
-
-        def objective(model: nn.Module, inside: bool = inside, loss: nn.Module = loss) -> Tensor:
-            return loss(model(X) if inside else model(X) * model.scale, Y)
-
-        optimizer.step(closure_of(optimizer, objective))
-        found.append((optimizer.report.predicted_change, optimizer.report.alpha))
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-
-
 class Detached(nn.Module):
     """One of the calls of its layer has no gradient."""
 
@@ -202,38 +175,6 @@ def test_a_use_without_a_gradient_does_not_count():
     optimizer = KFAC(model, loss)
     for _ in range(5):
         optimizer.step(closure_of(optimizer, lambda model: loss(model(X), Y)))
-
-
-def test_tied_layers_one_with_a_bias():
-    first, last = (nn.Linear(4, 4, bias=bias, dtype=torch.float64) for bias in (True, False))
-    last.weight = first.weight
-    optimizer = KFAC(nn.Sequential(first, nn.Tanh(), last), nn.MSELoss())
-    y = normal(12, 4, seed=3)
-    losses = [float(optimizer.step(optimizer.closure(X, y))) for _ in range(10)]
-    assert losses[-1] < losses[0]
-
-
-def test_a_gradient_of_another_scale_is_known_to_every_step():
-    loss = nn.MSELoss()
-    model = mlp([4, 5, 3])
-    optimizer = KFAC(model, loss, **FIXED)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        value = loss(model(X), Y)
-        value.backward()
-        for p in model.parameters():
-            p.grad *= 0.01
-        return value
-
-    optimizer.step(closure)  # one step does not tell a scale from clipping
-    with pytest.warns(UserWarning, match="0.01 times"):
-        optimizer.step(closure)
-    traces = []
-    for _ in range(4):
-        optimizer.step(closure)
-        traces.append(float(optimizer._state.curvature.blocks[-1].G.trace()))
-    assert max(traces) < 2 * min(traces)
 
 
 def test_a_loss_that_is_maximised_is_refused_by_name():

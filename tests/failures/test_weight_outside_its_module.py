@@ -67,11 +67,3 @@ def test_steps_are_hardly_ever_rejected():
             optimizer.step(closure)
             rejected += rejections(optimizer)
     assert rejected <= 6
-
-
-def test_a_warning_would_be_an_error_for_a_network_without_such_uses():
-    """Warnings are errors here; a second module in place of the second use gives none."""
-    loss = nn.MSELoss()
-    model = nn.Sequential(nn.Linear(6, 4), nn.Sigmoid(), nn.Linear(4, 6)).double()
-    optimizer = KFAC(model, loss, **FIXED)
-    assert_right_curvature(optimizer, lambda f: f(X), lambda z: loss(z, X))

@@ -4,7 +4,6 @@ import copy
 import gc
 import weakref
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -77,27 +76,6 @@ def test_dropped_gradients_take_their_record_with_them() -> None:
     optimizer.step()
     assert optimizer.report is not None
     assert optimizer.report.examples == len(x)
-
-
-@pytest.mark.slow
-def test_memory_is_flat_over_many_steps_with_validation() -> None:
-    model, loss_fn = nn.Linear(2, 1), nn.MSELoss()
-    optimizer = KFAC(model, loss_fn)
-    x, y = torch.randn(8, 2), torch.randn(8, 1)
-
-    def tensors() -> int:
-        gc.collect()
-        return sum(issubclass(type(value), Tensor) for value in gc.get_objects())
-
-    counts = []
-    for k in range(10_000):
-        step_without_closure(optimizer, lambda: loss_fn(model(x.clone()), y.clone()))
-        loss_fn(model(x.clone()), y)
-        with torch.no_grad():
-            loss_fn(model(x.clone()), y)
-        if k in (100, 5_000, 9_999):
-            counts.append(tensors())
-    assert counts[-1] <= counts[0]
 
 
 def test_close_removes_every_hook() -> None:

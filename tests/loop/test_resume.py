@@ -2,9 +2,8 @@
 
 import copy
 import io
-import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -181,40 +180,6 @@ WAYS = {
 @pytest.mark.parametrize("name", ["perceptron", "lstm"])
 def test_so_it_does_however_the_loop_is_written(name: str, way: str) -> None:
     resumes(name, WAYS[way])
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "block_tridiagonal": {"inverse": "block_tridiagonal"},
-    "ekfac": {"inverse": "ekfac"},
-    "exact": {"fisher": "exact"},
-    "weight_decay": {"weight_decay": 1e-2},
-    "background": {"intervals": Intervals(inverse_lag=1, inverse_interval=2)},
-}
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", ["convolutional", "matrix in some"])
-def test_so_it_does_with_other_settings(name: str, settings: str) -> None:
-    resumes(name, Way(clip=0.3), **SETTINGS[settings])
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))])
-@pytest.mark.parametrize("closure", [False, True])
-@pytest.mark.parametrize("name", ["perceptron", "convolutional", "residual"])
-def test_a_copy_goes_on_as_the_run_does(
-    name: str, closure: bool, copied: Callable[[Any], Any]
-) -> None:
-    way = Way(closure, clip=0.3)
-    for k in range(STEPS):
-        run, other = Run(name, way), Run(name, way)
-        run.advance(range(k))
-        loss_fn = run.problem.loss_fn
-        other.model, loss_fn, other.optimizer = copied((run.model, loss_fn, run.optimizer))
-        other.problem = replace(run.problem, loss_fn=loss_fn)
-        assert other.optimizer.model is other.model
-        for one in (run, other):
-            one.advance(range(k, STEPS))
-        assert same(run.contents(), other.contents())
 
 
 def test_a_state_replaces_what_the_first_pass_of_another_run_has_shown() -> None:
