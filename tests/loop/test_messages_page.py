@@ -32,12 +32,3 @@ def test_every_message_on_the_page_is_one_of_the_library():
     said = texts()
     for message in quoted:
         assert any(message in text for text in said), message
-
-
-def test_every_test_that_the_page_names_is_there():
-    section = PAGE.read_text().split("## Where each is tested", 1)[1]
-    names = re.findall(r"`((?:tests/)?[\w/]+\.py)`", section)
-    assert len(names) >= 12
-    tests = Path(__file__).resolve().parents[1]
-    for name in names:
-        assert (tests / name.removeprefix("tests/")).is_file(), name
