@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from kronfac.curvature import SummedGradient
-from kronfac.linearize import ByHand, Linearization, Traced, jvp
+from kronfac.linearize import ByHand, Traced, jvp
 from kronfac.linearize.by_hand import trace_of
 from kronfac.linearize.jvp import by_differences, by_forward_mode, outputs_and_jvp
 from kronfac.model import Network
@@ -160,16 +160,6 @@ def flat(network: Network, vector) -> Tensor:
     return torch.cat([part.reshape(-1) for part in network.split(vector)])
 
 
-def views(network: Network, part: Pass) -> list[Linearization]:
-    trace = trace_of(network, part)
-    return [Traced(network, part)] + ([] if trace is None else [ByHand(part, trace)])
-
-
-def test_which_problems_go_by_hand():
-    by_hand = {name for name, p in PROBLEMS.items() if trace_of(*p.network()) is not None}
-    assert by_hand == {"perceptron", "no biases", "dropout"}
-
-
 def test_forward_mode_takes_what_has_no_gradients_for_a_constant():
     """As backward mode does; `out=` would have no forward-mode derivative besides."""
     network, part = Problem(Constants, normal(5, 3)).network()
@@ -182,13 +172,30 @@ def test_forward_mode_takes_what_has_no_gradients_for_a_constant():
 
 
 @each_problem
-def test_outputs(name):
+def test_outputs_and_products_with_the_jacobian_and_its_transpose(name):
+    """By torch and, for perceptrons, by hand. Taps add up to Jᵀ r: Σ g āᵀ, or the sum itself."""
     network, part = PROBLEMS[name].network()
-    (z,) = part.run(network.model)
-    for view in views(network, part):
-        (outputs,) = view.outputs
+    J, trace = dense_jacobian(network, part), trace_of(network, part)
+    assert (trace is not None) == (name in ("perceptron", "no biases", "dropout"))
+    (z,), (terms,) = part.run(network.model), part.terms
+    directions, r = directions_of(network), normal(terms.count, terms.event, seed=3)
+    wanted = J.mT @ r.reshape(-1)
+    for view in [Traced(network, part)] + ([] if trace is None else [ByHand(part, trace)]):
+        (outputs,), (tangents,) = view.outputs, view.jvp(directions)
         assert not outputs.requires_grad
-        assert_close(outputs, part.terms[0].matrix(z.detach()), **ALGEBRA)
+        assert_close(outputs, terms.matrix(z.detach()), **ALGEBRA)
+        for tangent, v in zip(tangents, directions, strict=True):
+            assert_close(tangent.reshape(-1), J @ flat(network, v), **EXACT)
+        found = view.vjp([r])
+        assert_close(flat(network, found), wanted, **EXACT)
+        for unit, taps, V in zip(network.units, view.taps([r]), found, strict=True):
+            assert unit.observed or isinstance(taps, SummedGradient)
+            if isinstance(taps, SummedGradient):
+                assert_close(taps.V, V, **EXACT)
+            else:
+                own = sum((tap.gradients().sum(dim=0) for tap in taps), torch.zeros_like(V))
+                assert_close(own, V, **EXACT)
+    assert network.learned.forward_mode
 
 
 @each_problem
@@ -210,43 +217,6 @@ def test_products_with_the_jacobian(name, engine, tolerance):
         assert_close(tangent.reshape(-1), J @ flat(network, v), **tolerance)
     assert all(torch.equal(p, q) for p, q in zip(network.parameters, before, strict=True))
     assert all(p.grad is None for p in network.model.parameters())
-
-
-@each_problem
-def test_products_with_the_jacobian_by_whatever_is_chosen(name):
-    network, part = PROBLEMS[name].network()
-    J = dense_jacobian(network, part)
-    directions = directions_of(network)
-    for view in views(network, part):
-        (found,) = view.jvp(directions)
-        for tangent, v in zip(found, directions, strict=True):
-            assert_close(tangent.reshape(-1), J @ flat(network, v), **EXACT)
-    assert network.learned.forward_mode
-
-
-@each_problem
-def test_products_with_its_transpose(name):
-    network, part = PROBLEMS[name].network()
-    J = dense_jacobian(network, part)
-    r = normal(*(part.terms[0].count, part.terms[0].event), seed=3)
-    for view in views(network, part):
-        assert_close(flat(network, view.vjp([r])), J.mT @ r.reshape(-1), **EXACT)
-
-
-@each_problem
-def test_what_the_units_show_adds_up_to_the_gradient(name):
-    """Σ g āᵀ over all uses, or the sum itself for units whose uses are not seen."""
-    network, part = PROBLEMS[name].network()
-    r = normal(*(part.terms[0].count, part.terms[0].event), seed=3)
-    expected = Traced(network, part).vjp([r])
-    for view in views(network, part):
-        for unit, taps, V in zip(network.units, view.taps([r]), expected, strict=True):
-            if isinstance(taps, SummedGradient):
-                assert_close(taps.V, V, **EXACT)
-                continue
-            assert unit.observed
-            own = sum((tap.gradients().sum(dim=0) for tap in taps), torch.zeros_like(V))
-            assert_close(own, V, **EXACT)
 
 
 @pytest.mark.parametrize("name", ["perceptron", "shared weights"])

@@ -89,33 +89,12 @@ def test_a_backward_pass_from_zeros_shows_no_rows():
     assert_close(found, expected, **ALGEBRA)
 
 
-def test_other_examples_are_linearized_anew():
+def test_examples_whose_rows_were_not_kept_are_linearized_by_passes():
     network, batch = recorded(solution())
     around = kept(network, batch, [normal(part.examples, 1, seed=2) for part in batch.passes])
     _, other = recorded(solution())
     assert isinstance(around(other.passes[0]), Traced)
     assert isinstance(Linearizer(network).for_statistics(batch.passes[0]), Traced)
-
-
-def test_one_output_of_every_example_is_needed():
-    assert can_be_explicit(*recorded(solution()))
-    two = recorded(solution(outputs=2), lambda u: kronfac.least_squares(u.perceptron(B)))
-    assert not can_be_explicit(*two)
-
-
-def test_not_before_the_first_comparison_nor_without_forward_mode():
-    network, batch = recorded(solution())
-    network.learned.compared = False
-    assert not can_be_explicit(network, batch)
-    network.learned.compared, network.learned.forward_mode = True, False
-    assert not can_be_explicit(network, batch)
-
-
-def test_examples_must_not_depend_on_each_other():
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
-    assert not can_be_explicit(*recorded(model, lambda m: kronfac.least_squares(m(X))))
-    model.eval()
-    assert can_be_explicit(*recorded(model, lambda m: kronfac.least_squares(m(X))))
 
 
 class MeanRemoved(nn.Module):
@@ -128,18 +107,27 @@ class MeanRemoved(nn.Module):
         return z - z.mean(dim=0)
 
 
-def test_nor_by_what_the_model_computes_itself():
-    network, batch = recorded(MeanRemoved(), lambda m: kronfac.least_squares(m(X)))
-    assert not can_be_explicit(network, batch)
+def squares_of(model: nn.Module) -> Tensor:
+    return kronfac.least_squares(model(X))
 
 
-def test_large_networks_keep_to_passes(monkeypatch):
-    monkeypatch.setattr("kronfac.linearize.explicit.WORK_SPACE", 26 * 44)  # 44 parameters
+def test_which_examples_can_have_their_rows(monkeypatch):
+    """One output each, which depends on no other example; after a comparison; of small networks."""
     network, batch = recorded(solution())
     assert sum(p.numel() for p in network.parameters) == 44
-    assert can_be_explicit(network, batch)
-    monkeypatch.setattr("kronfac.linearize.explicit.WORK_SPACE", 26 * 44 - 1)
-    assert not can_be_explicit(network, batch)
+    for size, fits in ((26 * 44, True), (26 * 44 - 1, False)):
+        with monkeypatch.context() as patched:
+            patched.setattr("kronfac.linearize.explicit.WORK_SPACE", size)
+            assert can_be_explicit(network, batch) == fits
+    for compared, forward_mode in ((False, True), (True, False)):
+        network.learned.compared, network.learned.forward_mode = compared, forward_mode
+        assert not can_be_explicit(network, batch)
+    two = recorded(solution(outputs=2), lambda u: kronfac.least_squares(u.perceptron(B)))
+    assert not can_be_explicit(*two)
+    normalised = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    assert not can_be_explicit(*recorded(normalised, squares_of))
+    assert can_be_explicit(*recorded(normalised.eval(), squares_of))
+    assert not can_be_explicit(*recorded(MeanRemoved(), squares_of))
 
 
 @pytest.mark.parametrize("options", [{}, {"step_rule": kronfac.ConjugateGradients(cg_steps=3)}])
