@@ -83,13 +83,6 @@ def test_a_functional_loss_with_accumulated_gradients_is_told_with_what_can_be_d
     assert "pass a closure" not in str(caught.value)
 
 
-@pytest.mark.slow
-def test_gradients_are_clipped(lightning):
-    module = classifier(lightning)
-    lightning.Trainer(max_epochs=12, gradient_clip_val=0.1, **QUIET).fit(module, problem.loader())
-    assert problem.loss_of(module.model) < 0.3
-
-
 def test_gradients_are_clipped_in_half_precision(lightning):
     refused = lightning.Trainer(
         max_epochs=1,
@@ -129,25 +122,3 @@ def test_a_run_is_resumed_from_a_checkpoint(lightning, tmp_path):
         resumed, problem.loader(), ckpt_path=str(tmp_path / "run.ckpt")
     )
     problem.assert_same(resumed.model, problem.train(closure=True))
-
-
-def test_gradients_that_a_closure_drops_do_not_count():
-    """Without the library: a backward pass outside, for something else, then a closure."""
-    one, other = problem.network(), problem.network()
-    x, y = problem.data()
-    for model, outside in ((one, False), (other, True)):
-        loss_fn = nn.CrossEntropyLoss()
-        optimizer = KFAC(model, loss_fn)
-        for _ in range(3):
-            if outside:
-                loss_fn(model(x[:7]), y[:7]).backward()
-
-            def closure(model: nn.Module = model, optimizer: KFAC = optimizer) -> Tensor:
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(model(x), y)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-    for p, q in zip(one.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)

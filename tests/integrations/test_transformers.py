@@ -77,21 +77,6 @@ def test_weight_decay_is_of_the_parameters_that_the_trainer_decays(tmp_path):
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
 
 
-@pytest.mark.slow
-def test_it_trains(tmp_path):
-    """To a loss of 2.1 (1.87 was measured), from ln 17 = 2.8, with a validation in every epoch."""
-    run = trainer(
-        model(),
-        tmp_path,
-        num_train_epochs=10,
-        eval_strategy="epoch",
-        max_grad_norm=0.0,
-        lr_scheduler_type="constant",
-    )
-    run.train()
-    assert run.evaluate()["eval_loss"] < 2.1
-
-
 def test_a_checkpoint_is_continued_to_the_bit(tmp_path):
     options = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3, "warmup_steps": 2}
     one, other = model(), model()

@@ -256,14 +256,6 @@ def test_finite_differences_where_most_of_theta_is_scales_of_one():
     assert (found - expected).norm() < 2e-3 * expected.norm()
 
 
-def test_a_direction_of_zeros_has_no_tangent():
-    network, part = PROBLEMS["perceptron"].network()
-    zeros = tuple(torch.zeros_like(V) for V in network.theta())
-    for engine in (forward_jvp, difference_jvp):
-        (found,) = engine(network, part, [zeros])
-        assert torch.equal(found, torch.zeros_like(found))
-
-
 class NoForwardMode(torch.autograd.Function):
     """Has a backward pass and no forward-mode derivative."""
 
