@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kronfac import KFAC, Intervals
+from kronfac import KFAC
 from tests.loop.loops import PROBLEMS, Problem
 from tests.optimizer.runs import same
 
