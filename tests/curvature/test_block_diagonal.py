@@ -45,12 +45,6 @@ def test_low_rank_route_equals_the_plain_one(examples, tikhonov):
         assert_close(left, right, **ALGEBRA)
 
 
-def test_without_damping_it_is_the_inverse_of_the_blocks():
-    damped = BlockDiagonalInverse().prepare(curvature()).damped(0.0)
-    blocks = [dense.kron(block.A, block.G) for block in curvature().blocks]
-    assert_relative(as_matrix(damped.mv, SHAPES), torch.block_diag(*blocks).inverse())
-
-
 @pytest.mark.parametrize("gamma", [0.5, 0.05])
 def test_exact_tikhonov_of_a_deep_linear_network_inverts_the_damped_exact_fisher_blocks(gamma):
     """K-FAC's blocks are exact there, so this is (F_ii + γ² I)⁻¹ for the Fisher's own blocks."""

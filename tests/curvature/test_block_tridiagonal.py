@@ -66,21 +66,6 @@ def test_edges_from_lower_to_higher_layers_would_give_the_same(solver):
 
 
 @each_solver
-def test_one_layer_is_block_diagonal(solver):
-    A, G, shapes = network("one_layer")
-    damped = BlockDiagonalInverse().prepare(curvature_from(A, G)).damped(GAMMA)
-    assert_relative(dense_inverse(solver, "one_layer")[0], as_matrix(damped.mv, shapes))
-
-
-@each_solver
-def test_two_layers_are_the_whole_kronecker_fisher(solver):
-    """With two layers there is nothing off the tridiagonal blocks: F̂ = F̃."""
-    inverse, _ = dense_inverse(solver, "two_layers")
-    A, G = dense.factored_tikhonov(*network("two_layers")[:2], GAMMA)
-    assert_relative(inverse, dense.kron_fisher(A, G).inverse())
-
-
-@each_solver
 def test_uncorrelated_layers_are_block_diagonal(solver):
     A, G, shapes = network("deep")
     plain = curvature_from(A, G)

@@ -2,8 +2,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from kronfac.curvature import (
@@ -15,7 +13,6 @@ from kronfac.curvature import (
     ema_decay,
 )
 from kronfac.curvature.estimate import Sample, estimate
-from kronfac.curvature.kronecker import Product
 from kronfac.objective import Gaussian, Terms
 from kronfac.storage import tensors_in
 from tests.conftest import ALGEBRA, normal, seeded
@@ -131,30 +128,6 @@ def test_parts_add_up():
     assert_sums(averaged(None, 0.0, *zip(a, g, strict=True)), a, g)
 
 
-@pytest.mark.parametrize("diagonal", [False, True])
-@pytest.mark.parametrize("decay", [0.0, 0.7])
-def test_a_product_is_a_moving_average_that_leaves_the_old_value_alone(decay, diagonal):
-    old = normal(3, seed=9) if diagonal else normal(3, 3, seed=9)
-    kept = old.clone()
-    x, y = normal(4, 3), normal(4, 3, seed=1)
-    product = Product(old, decay, diagonal)
-    product.add(x, y, 0.5)
-    product.add(y, x, 2.0)
-    new = 0.5 * x.mT @ y + 2.0 * y.mT @ x
-    new = new.diagonal() if diagonal else new
-    assert_close(product.value(), decay * old + (1 - decay) * new, **ALGEBRA)
-    assert torch.equal(old, kept)
-
-
-@given(st.floats(0, 0.999))
-def test_averaging_is_a_convex_combination(decay):
-    previous = averaged(None, 0.0, (rows(0), rows(5)))
-    new = averaged(None, 0.0, (rows(10), rows(15)))
-    actual = averaged(previous, decay, (rows(10), rows(15)))
-    for a, b, c in zip(*map(tensors_in, (actual, previous, new)), strict=True):
-        assert_close(a, decay * b + (1 - decay) * c, **ALGEBRA)
-
-
 def test_the_first_iterations_are_a_plain_average():
     """ε = 1 − 1/k gives every one of the first estimates the same weight [MG15 §5]."""
     running = None
@@ -211,11 +184,6 @@ def test_the_mean_curvature_is_the_trace_over_the_dimension():
 def test_a_mean_that_says_nothing_is_1(value):
     M = torch.full((2, 2), value, dtype=torch.float64)
     assert Curvature((KroneckerMoments(M, M),)).mean() == 1.0
-
-
-def test_without_neighbours_there_are_no_links():
-    value = averaged(None, 0.0, (rows(0), rows(5)), neighbours=False)
-    assert value.links == ()
 
 
 def test_statistics_of_another_network_do_not_mix():

@@ -74,16 +74,6 @@ def test_a_rank_draws_little_more_than_its_own_part(ranks):
         assert count.terms <= own + 2 * (BLOCK - 1)
 
 
-def test_blocks_differ_from_each_other_and_from_step_to_step():
-    stream = seeded(1)
-    both = [Draws(Counting(), 64 * BLOCK, stream).between(0, 64 * BLOCK) for _ in range(2)]
-    blocks = torch.cat(both, dim=1).unflatten(1, (128, BLOCK)).transpose(0, 1).flatten(1)
-    correlations = torch.corrcoef(blocks) - torch.eye(128, dtype=torch.float64)
-    # Of 8,128 pairs of blocks with 6,144 numbers each: five standard errors.
-    assert float(correlations.abs().max()) < 5 / blocks.shape[1] ** 0.5
-    assert abs(float(blocks.mean()) - 0.5) < 5 * (1 / 12 / blocks.numel()) ** 0.5
-
-
 def test_child_seeds_fit_a_generator_and_differ():
     seeds = {child_seed(child_seed(5, a), b) for a in range(50) for b in range(50)}
     assert len(seeds) == len({seed % 2**32 for seed in seeds}) == 2500

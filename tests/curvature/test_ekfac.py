@@ -9,8 +9,6 @@ from torch.testing import assert_close
 
 from kronfac.curvature import (
     Curvature,
-    DenseBlock,
-    DiagonalBlock,
     DiagonalMoments,
     EigenvalueCorrectedInverse,
     ExactFisher,
@@ -23,7 +21,6 @@ from kronfac.curvature import (
     Tap,
     taps,
 )
-from kronfac.curvature.ekfac import _Average
 from kronfac.linalg import InverseInEigenbasis
 from kronfac.storage import pack, unpack
 from tests.conformance import CHECKS, Case, assert_relative
@@ -98,16 +95,6 @@ def test_it_is_nearer_to_the_fisher_than_the_kronecker_product(likelihood):
     assert any(corrected < 0.95 * product for corrected, product in distances)
 
 
-def test_one_example_gives_the_dense_blocks_diagonal_in_the_basis():
-    network, rows, _ = mlp_and_fisher("categorical", normal(1, WIDTHS[0]))
-    _, inverse = observe(network, rows)
-    dense_units = [replace(unit, block=DenseBlock()) for unit in network.units]
-    exact = estimate_on(replace(network, units=dense_units), rows, ExactFisher())
-    for operator, block in zip(inverse.pieces, exact.blocks, strict=True):
-        E = basis(operator)
-        assert_close(dense.vec(operator.S), (E.mT @ block.dense() @ E).diagonal(), **AUTODIFF)
-
-
 def test_in_a_deep_linear_network_there_is_nothing_to_correct():
     model, x = mlp(WIDTHS, "identity"), normal(EXAMPLES, WIDTHS[0])
     network = network_of(model, nn.MSELoss())
@@ -146,26 +133,6 @@ def test_places_and_uses_of_an_example_add_up_before_they_are_squared(
             assert_close(dense.vec(operator.S), (E.mT @ F @ E).diagonal(), **AUTODIFF)
             seen += 1
     assert seen == sum(unit.chosen for unit in units) >= 2
-
-
-@pytest.mark.parametrize("places", [1, 2, 40])
-def test_many_places_are_added_up_before_they_are_rotated(places):
-    """Both orders of the products, beside the definition example by example."""
-    a, g = normal(5, places, 4, seed=1), normal(5, places, 3, seed=2)
-    operator = InverseInEigenbasis(
-        torch.linalg.qr(normal(4, 4))[0],
-        torch.linalg.qr(normal(3, 3))[0],
-        torch.ones(3, 4).double(),
-        torch.ones(4).double(),
-        torch.zeros(3).double(),
-    )
-    average = _Average(operator, decay=0.0)
-    average.add([Tap(a, g)], weight=0.7)
-    expected = torch.zeros(3, 4).double()
-    for n in range(5):
-        V = sum(torch.outer(g[n, t], a[n, t]) for t in range(places))
-        expected += 0.7 * (operator.E_G.mT @ V @ operator.E_A) ** 2
-    assert_close(average.value().S, expected, **ALGEBRA)
 
 
 def test_micro_batches_and_several_draws_give_the_same():
@@ -262,13 +229,6 @@ def test_conformance(case, check):
     check(case)
 
 
-def test_the_matrix_is_what_multiplies():
-    network, rows, _ = mlp_and_fisher("categorical")
-    for operator in observe(network, rows)[1].pieces:
-        V = normal(*operator.S.shape)
-        assert_close(dense.vec(operator.mv(V)), operator.to_dense() @ dense.vec(V), **ALGEBRA)
-
-
 # ------------------------------------------------------------------------------------- moving average
 
 
@@ -295,19 +255,6 @@ def test_the_kronecker_eigenvalues_count_as_one_step_until_the_memory_is_full():
                 expected = decay * before.pieces[i].S + (1 - decay) * estimates[n][i]
             assert_close(operator.S, expected, **ALGEBRA)
             assert operator.E_A is before.pieces[i].E_A
-
-
-def test_the_old_inverse_is_only_read():
-    network, rows, _ = mlp_and_fisher("gaussian")
-    strategy = EigenvalueCorrectedInverse()
-    inverse = strategy.prepare(estimate_on(network, rows, ExactFisher())).damped(GAMMA)
-    copies = [operator.S.clone() for operator in inverse.pieces]
-    update = strategy.between_refreshes(inverse, 0.9)
-    estimate_on(network, rows, ExactFisher(), update=update)
-    assert update.value() is not inverse
-    for operator, copy in zip(inverse.pieces, copies, strict=True):
-        assert torch.equal(operator.S, copy)
-        assert operator.observed == 0
 
 
 def test_a_unit_that_was_not_used_stays_as_it_is():
@@ -337,14 +284,6 @@ def test_other_blocks_have_their_own_inverses():
     tap = Tap(normal(2, 1, 4), normal(2, 1, 3))
     update.add([[tap], [tap]], 1.0)
     assert update.value().pieces[1] is inverse.pieces[1]
-
-
-def test_a_network_of_other_blocks_alone_has_an_inverse():
-    network = network_of(mlp(WIDTHS), nn.MSELoss())
-    units = [replace(unit, block=DiagonalBlock()) for unit in network.units]
-    network = replace(network, units=units)
-    _, inverse = observe(network, batch(network, normal(EXAMPLES, WIDTHS[0]), None))
-    assert not inverse.failures
 
 
 @pytest.mark.parametrize("side", ["A", "G"])

@@ -221,24 +221,6 @@ def test_empirical_fisher_is_the_second_moment_of_the_cases_gradients(likelihood
     assert_moments(factors, A, G, **AUTODIFF)
 
 
-def test_empirical_fisher_of_one_case_is_the_outer_product_of_its_gradient():
-    model, x = mlp([4, 3, 2]), normal(1, 4)
-    loss, y = nn.CrossEntropyLoss(), torch.tensor([1])
-    factors = curvature_of(model, loss, x, EmpiricalFisher(), targets=y)
-    g = dense.gradient(model, loss, x, y)
-    first = 3 * 5
-    assert_close(
-        dense.kron(factors.blocks[0].A, factors.blocks[0].G),
-        torch.outer(g[:first], g[:first]),
-        **AUTODIFF,
-    )
-    assert_close(
-        dense.kron(factors.links[0].A_next, factors.links[0].G_next),
-        torch.outer(g[:first], g[first:]),
-        **AUTODIFF,
-    )
-
-
 def test_empirical_fisher_needs_targets():
     with pytest.raises(ClosureError, match="needs the training targets"):
         curvature_of(mlp(WIDTHS), Gaussian(), normal(CASES, 4), EmpiricalFisher())

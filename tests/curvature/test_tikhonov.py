@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from kronfac.curvature import ExactTikhonov, FactoredTikhonov
+from kronfac.curvature import FactoredTikhonov
 from kronfac.curvature.tikhonov import pi
 from tests.conftest import ALGEBRA, psd, spd
 from tests.reference import dense
@@ -83,17 +83,6 @@ def test_a_diagonal_factor_is_damped_as_the_matrix_it_stands_for(norm):
     assert_close(pi(G, a, norm), dense.pi(G, torch.diag(a), norm), **ALGEBRA)
 
 
-def test_the_zero_network_is_damped_by_gamma_squared():
-    A = G = torch.zeros(2, 2, dtype=torch.float64)
-    damped = dense.kron(*FactoredTikhonov().damp(A, G, 0.3))
-    assert_close(damped, 0.09 * torch.eye(4).double(), **ALGEBRA)
-
-
 def test_unknown_norm():
     with pytest.raises(ValueError, match="norm is one of"):
         FactoredTikhonov("nuclear")
-
-
-def test_settings_are_values():
-    assert FactoredTikhonov() == FactoredTikhonov("trace")
-    assert ExactTikhonov() == ExactTikhonov()

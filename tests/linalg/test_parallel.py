@@ -13,10 +13,8 @@ from torch.testing import assert_close
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.linalg import (
     add_to_diagonal,
-    cholesky,
     each,
     inverse,
-    shifted_choleskys,
     shifted_inverses,
 )
 from kronfac.linalg.parallel import LARGE, _pool
@@ -63,12 +61,6 @@ def test_large_matrices_are_worked_on_at_the_same_time():
         assert seen == [2]  # what other threads begin with is as it was
     finally:
         torch.set_num_threads(before)
-
-
-def test_small_matrices_and_single_large_ones_stay_in_the_calling_thread(threads):
-    for sizes in ((3, 4, LARGE - 1), (3, LARGE)):
-        found = each(lambda M: threading.get_ident(), [torch.zeros(n, 1) for n in sizes])
-        assert set(found) == {threading.get_ident()}
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -171,20 +163,6 @@ def test_small_matrices_of_one_shape_are_inverted_in_one_call(monkeypatch):
     assert sorted(shapes) == [(1, 1), (2, 3, 3), (3, 5, 5), (LARGE, LARGE), (n, n), (n, n)]
 
 
-def test_matrices_of_other_dtypes_keep_them():
-    none = torch.zeros(())
-    found = shifted_inverses([spd(3), spd(3).float()], [none.double(), none], ["a", "b"])
-    assert [M.dtype for M in found] == [torch.float64, torch.float32]
-
-
-def test_shifted_choleskys(threads):
-    matrices, shifts, names = _shifted()
-    for M, shift, L in zip(
-        matrices, shifts, shifted_choleskys(matrices, shifts, names), strict=True
-    ):
-        assert_close(L, cholesky(add_to_diagonal(M, shift)), **ALGEBRA)
-
-
 def test_a_matrix_that_float32_finds_indefinite_does_not_spoil_those_of_its_shape(threads):
     A = psd(30, 20).float()
     assert int(torch.linalg.cholesky_ex(A)[1]) != 0
@@ -214,11 +192,6 @@ def test_a_matrix_that_cannot_be_inverted_leaves_its_error_in_its_place(threads,
         assert found[number].__traceback__ is None  # which would hold what it was computed from
         for i in {0, 1, 2} - {number}:  # the others are what they are without it
             assert_close(found[i], torch.linalg.inv(spd(size)), rtol=1e-9, atol=1e-11)
-
-
-def test_no_matrices():
-    assert each(len, []) == []
-    assert shifted_inverses([], [], []) == []
 
 
 def test_as_many_of_everything(threads):

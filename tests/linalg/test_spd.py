@@ -3,14 +3,8 @@ import torch
 from torch.testing import assert_close
 
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
-from kronfac.linalg import cholesky, eigh, inverse, inverse_from_cholesky, symmetrize
+from kronfac.linalg import cholesky, eigh, inverse, inverse_from_cholesky
 from tests.conftest import ALGEBRA, normal, psd, spd
-
-
-def test_symmetrize():
-    M = normal(4, 4)
-    assert_close(symmetrize(M), torch.stack([M, M.mT]).mean(0), **ALGEBRA)
-
 
 # ------------------------------------------------------------------------------------ Cholesky
 
@@ -78,11 +72,6 @@ def test_cholesky_of_an_indefinite_matrix_names_it_and_its_smallest_eigenvalue()
     A = torch.diag(torch.tensor([2.0, 1.0, -0.25]))
     with pytest.raises(NotPositiveDefiniteError, match=r"G\[0\] .* smallest eigenvalue is -0\.25"):
         cholesky(A, "G[0]")
-
-
-def test_cholesky_of_the_zero_matrix():
-    with pytest.raises(NotPositiveDefiniteError):
-        cholesky(torch.zeros(3, 3))
 
 
 # -------------------------------------------------------------------------------------- inverse
