@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.linalg import (
-    add_to_diagonal,
     each,
     inverse,
+    shift_diagonal,
     shifted_inverses,
 )
 from kronfac.linalg.parallel import LARGE, _pool
@@ -138,7 +138,7 @@ def test_inverses_in_place_are_those_of_copies_to_the_last_bit(threads):
     found = shifted_inverses(matrices, shifts, names)
     torch.set_num_threads(1)  # as for each of them
     for i in large:
-        assert torch.equal(found[i], inverse(add_to_diagonal(matrices[i], shifts[i])))
+        assert torch.equal(found[i], inverse(shift_diagonal(matrices[i], shifts[i])))
 
 
 @pytest.mark.parametrize("size", [30, LARGE + 40])

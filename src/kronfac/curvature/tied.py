@@ -29,7 +29,7 @@ from kronfac.curvature.kronecker import (
 )
 from kronfac.curvature.taps import GroupedTap, Tap, Taps
 from kronfac.curvature.tikhonov import FactoredTikhonov, Tikhonov
-from kronfac.linalg import KroneckerSumInverse, invert_sum, shift_diagonal
+from kronfac.linalg import KroneckerSumInverse, invert_sum
 from kronfac.storage import Layout
 
 
@@ -64,7 +64,7 @@ class KroneckerSumMoments(Moments):
         if not bool(sizes.any()):
             sizes = torch.ones_like(sizes)
         gammas = [float(share) * gamma for share in sizes / sizes.norm()]
-        shifted = [_shifted(m, rule, g) for m, g in zip(products, gammas, strict=True)]
+        shifted = [rule.damp(m.A, m.G, g) for m, g in zip(products, gammas, strict=True)]
         # The larger product is the one that has damping for certain.
         (A, B), (C, D) = shifted if gammas[0] >= gammas[1] else shifted[::-1]
         return invert_sum(A, B, C, D)
@@ -94,14 +94,6 @@ def _root_size(moments: KroneckerMoments, rule: FactoredTikhonov) -> Tensor:
         size.double().clamp(min=0).sqrt() for size in rule.sizes(moments.A, moments.G)
     )
     return root_A * root_G
-
-
-def _shifted(
-    moments: KroneckerMoments, rule: FactoredTikhonov, gamma: float
-) -> tuple[Tensor, Tensor]:
-    """A + πγI and G + γ/π I."""
-    shift_A, shift_G = rule.shifts(moments.A, moments.G, gamma)
-    return shift_diagonal(moments.A, shift_A), shift_diagonal(moments.G, shift_G)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kronfac.errors import NonFiniteError
-from kronfac.linalg import add_to_diagonal
+from kronfac.linalg import shift_diagonal
 
 Norm = Literal["trace", "frobenius", "spectral", "one"]
 
@@ -34,12 +34,12 @@ class FactoredTikhonov:
             )
 
     def damp(self, A: Tensor, G: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-        """A + π γ I and G + γ/π I."""
+        """A + π γ I and G + γ/π I; a factor may be given, and is returned, as its diagonal."""
         shift_A, shift_G = self.shifts(A, G, gamma)
-        return add_to_diagonal(A, shift_A), add_to_diagonal(G, shift_G)
+        return shift_diagonal(A, shift_A), shift_diagonal(G, shift_G)
 
     def shifts(self, A: Tensor, G: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-        """π γ and γ/π: to be added where the damped matrices are used."""
+        """π γ and γ/π, for callers that add them in place."""
         ratio = pi(A, G, self.norm)
         return ratio * gamma, gamma / ratio
 

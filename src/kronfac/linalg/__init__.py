@@ -21,7 +21,6 @@ from kronfac.linalg.kronecker_sum import KroneckerSumInverse, invert_sum
 from kronfac.linalg.parallel import each, in_background
 from kronfac.linalg.spd import (
     Failure,
-    add_to_diagonal,
     batched_inverse,
     cholesky,
     eigh,
@@ -43,7 +42,6 @@ __all__ = [
     "Matrices",
     "OuterProduct",
     "SmithDifferenceInverse",
-    "add_to_diagonal",
     "batched_inverse",
     "cholesky",
     "decompose",

@@ -1,19 +1,19 @@
-"""(A ⊗ B ± C ⊗ D)⁻¹ for A, B positive definite and C, D positive semi-definite [MG15 App. B].
+"""(A ⊗ B − C ⊗ D)⁻¹ for A, B positive definite and C, D positive semi-definite [MG15 App. B].
 
 Write A = L₁L₁ᵀ, B = L₂L₂ᵀ, and C = R₁R₁ᵀ, D = R₂R₂ᵀ for any roots. With Xᵢ = Lᵢ⁻¹Rᵢ,
 
-    A ⊗ B ± C ⊗ D = (L₁ ⊗ L₂) (I ± X₁X₁ᵀ ⊗ X₂X₂ᵀ) (L₁ ⊗ L₂)ᵀ.
+    A ⊗ B − C ⊗ D = (L₁ ⊗ L₂) (I − X₁X₁ᵀ ⊗ X₂X₂ᵀ) (L₁ ⊗ L₂)ᵀ.
 
 Let Xᵢ = EᵢSᵢ^½Fᵢᵀ be the singular value decomposition and Pᵢ = EᵢSᵢ^½ = XᵢFᵢ. Since
-1/(1 ± s) = 1 ∓ s/(1 ± s), the inverse is that of A ⊗ B and a correction in as many columns as R has:
+1/(1 − s) = 1 + s/(1 − s), the inverse is that of A ⊗ B and a correction in as many columns as R has:
 
-    (A ⊗ B ± C ⊗ D)⁻¹ = A⁻¹ ⊗ B⁻¹ ∓ (K₁ ⊗ K₂)(I ± S₁ ⊗ S₂)⁻¹(K₁ ⊗ K₂)ᵀ,   Kᵢ = Lᵢ⁻ᵀPᵢ.
+    (A ⊗ B − C ⊗ D)⁻¹ = A⁻¹ ⊗ B⁻¹ + (K₁ ⊗ K₂)(I − S₁ ⊗ S₂)⁻¹(K₁ ⊗ K₂)ᵀ,   Kᵢ = Lᵢ⁻ᵀPᵢ.
 
 Deviation: the paper takes symmetric square roots and the eigenvectors of A^{-1/2} C A^{-1/2}, a full
 basis. The inverse is the same, but this form needs no square root (Cholesky instead of a second
 eigendecomposition), decomposes the smaller of XᵀX and XXᵀ, never divides by a small singular value,
-and for the minus sign is a positive definite matrix plus a positive semi-definite one whatever the
-rounding, which is what keeps it positive in float32 with rank-deficient statistics.
+and is a positive definite matrix plus a positive semi-definite one whatever the rounding. This keeps it
+positive in float32 with rank-deficient statistics. `kronecker_sum.py` has the plus sign.
 """
 
 import math
@@ -52,16 +52,13 @@ def _scaled_left_singular(X: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class KroneckerDifferenceInverse(Storable):
-    """(A ⊗ B + sign · C ⊗ D)⁻¹, by decomposition.
-
-    V ↦ B⁻¹VA⁻¹ − sign · K₂[(K₂ᵀVK₁) ⊘ (11ᵀ + sign · s₂s₁ᵀ)]K₁ᵀ
-    """
+    """(A ⊗ B − C ⊗ D)⁻¹ by decomposition: V ↦ B⁻¹VA⁻¹ + K₂[(K₂ᵀVK₁) ⊘ (11ᵀ − s₂s₁ᵀ)]K₁ᵀ."""
 
     A_inv: Tensor  # (in, in)
     B_inv: Tensor  # (out, out)
     K1: Tensor  # (in, r1)
     K2: Tensor  # (out, r2)
-    weights: Tensor  # (r2, r1): −sign / (1 + sign s₂s₁ᵀ)
+    weights: Tensor  # (r2, r1): 1 / (1 − s₂s₁ᵀ)
 
     def shapes(self, rows: int, columns: int) -> Shapes:
         """Those above, with ranks r1 and r2."""
@@ -79,44 +76,38 @@ class KroneckerDifferenceInverse(Storable):
         return kron(self.A_inv, self.B_inv) + (K * self.weights.mT.reshape(-1)) @ K.mT
 
 
-def decompose(
-    L1: Tensor, L2: Tensor, R1: Tensor, R2: Tensor, sign: float = -1.0, name: str = "factor"
-) -> KroneckerDifferenceInverse:
-    """Prepare (L₁L₁ᵀ ⊗ L₂L₂ᵀ + sign · R₁R₁ᵀ ⊗ R₂R₂ᵀ)⁻¹; with sign −1 the difference must be positive."""
-    P1, s1 = _scaled_left_singular(_solve_lower(L1, R1), f"{name}, input side")
-    P2, s2 = _scaled_left_singular(_solve_lower(L2, R2), f"{name}, output side")
+def decompose(L1: Tensor, L2: Tensor, R1: Tensor, R2: Tensor) -> KroneckerDifferenceInverse:
+    """Prepare (L₁L₁ᵀ ⊗ L₂L₂ᵀ − R₁R₁ᵀ ⊗ R₂R₂ᵀ)⁻¹; the difference must be positive."""
+    P1, s1 = _scaled_left_singular(_solve_lower(L1, R1), "factor, input side")
+    P2, s2 = _scaled_left_singular(_solve_lower(L2, R2), "factor, output side")
     # If s₂s₁ is below ε the correction is lost in rounding beside the 1 that it is added to.
     # Damped statistics have many such columns, all the more the stronger the damping.
     epsilon = torch.finfo(s1.dtype).eps
     keep1, keep2 = s1 * s2.max() > epsilon, s2 * s1.max() > epsilon
     P1, s1, P2, s2 = P1[:, keep1], s1[keep1], P2[:, keep2], s2[keep2]
-    product = torch.outer(s2, s1)
-    if sign < 0:
-        # The s are squared canonical correlations, below 1 in exact arithmetic: what rounding adds
-        # is taken off, and a difference that rounding made singular gets the smallest gap that the
-        # dtype can tell from none.
-        product = torch.outer(s2.clamp(max=1), s1.clamp(max=1))
-        product = product.clamp(max=1 - epsilon)
+    # The s are squared canonical correlations, below 1 in exact arithmetic. Rounding may add a little, and
+    # a difference that rounding made singular gets the smallest gap that the dtype can represent.
+    product = torch.outer(s2.clamp(max=1), s1.clamp(max=1)).clamp(max=1 - epsilon)
     return KroneckerDifferenceInverse(
         A_inv=inverse_from_cholesky(L1),
         B_inv=inverse_from_cholesky(L2),
         K1=_solve_lower_transposed(L1, P1),
         K2=_solve_lower_transposed(L2, P2),
-        weights=-sign / (1 + sign * product),
+        weights=1 / (1 - product),
     )
 
 
 @dataclass(frozen=True)
 class SmithDifferenceInverse(Storable):
-    """(A ⊗ B + sign · C ⊗ D)⁻¹ by Smith's iteration with squaring [MG15 App. B].
+    """(A ⊗ B − C ⊗ D)⁻¹ by Smith's iteration with squaring [MG15 App. B].
 
-    U = B⁻¹VA⁻¹ − sign · (B⁻¹D)U(CA⁻¹) is a fixed-point equation; its 2ʲ-th iterate takes j squarings
-    of the two coefficients, which are kept: U ← U ∓ P U Q first, then U ← U + P²ʲ U Q²ʲ.
+    U = B⁻¹VA⁻¹ + (B⁻¹D)U(CA⁻¹) is a fixed-point equation; its 2ʲ-th iterate takes j squarings
+    of the two coefficients, which are kept: U ← U + P U Q first, then U ← U + P²ʲ U Q²ʲ.
     """
 
     A_inv: Tensor  # (in, in)
     B_inv: Tensor  # (out, out)
-    lefts: tuple[Tensor, ...]  # −sign·B⁻¹D and its powers 2, 4, 8, … (out, out)
+    lefts: tuple[Tensor, ...]  # B⁻¹D and its powers 2, 4, 8, … (out, out)
     rights: tuple[Tensor, ...]  # CA⁻¹ and its powers (in, in)
 
     def shapes(self, rows: int, columns: int) -> Shapes:
@@ -148,17 +139,15 @@ class SmithDifferenceInverse(Storable):
         return dense
 
 
-def smith(
-    L1: Tensor, L2: Tensor, R1: Tensor, R2: Tensor, sign: float = -1.0
-) -> SmithDifferenceInverse:
-    """Prepare the same inverse as `decompose` without any eigendecomposition.
+def smith(L1: Tensor, L2: Tensor, R1: Tensor, R2: Tensor) -> SmithDifferenceInverse:
+    """Prepare the inverse of `decompose` without any eigendecomposition.
 
     Squares until ‖P‖‖Q‖ is below the square root of the dtype's ε, so that the next power, its
     square, is below ε. A difference that is singular to rounding never gets there, and its powers may
     even grow; so there are at most 1/2ε terms, which is a gap of about ε, as in `decompose`.
     """
     A_inv, B_inv = inverse_from_cholesky(L1), inverse_from_cholesky(L2)
-    P = -sign * (B_inv @ R2) @ R2.mT
+    P = (B_inv @ R2) @ R2.mT
     Q = (R1 @ R1.mT) @ A_inv
     eps = torch.finfo(P.dtype).eps
     tolerance = eps**0.5

@@ -29,16 +29,11 @@ def symmetrize(A: Tensor) -> Tensor:
     return (A + A.mT) / 2
 
 
-def add_to_diagonal(A: Tensor, shift: Tensor) -> Tensor:
-    """A + shift · I, a copy."""
-    shifted = A.clone()
-    shifted.diagonal().add_(shift)
-    return shifted
-
-
 def shift_diagonal(A: Tensor, shift: Tensor) -> Tensor:
-    """A + shift · I, a copy; a diagonal one may be given, and comes back, as a vector."""
-    return A + shift if A.dim() == 1 else add_to_diagonal(A, shift)
+    """A + shift · I, a copy; a diagonal one may be given, and is returned, as a vector."""
+    shifted = A.clone()
+    (shifted if A.dim() == 1 else shifted.diagonal()).add_(shift)
+    return shifted
 
 
 def cholesky(A: Tensor, name: str = "matrix") -> Tensor:
@@ -97,9 +92,9 @@ def shifted_choleskys(
 
 
 def shifted_inverse(A: Tensor, shift: Tensor, name: str = "matrix") -> Tensor:
-    """`inverse` of A + shift · I; a diagonal one may be given, and comes back, as a vector."""
+    """`inverse` of A + shift · I; a diagonal one may be given, and is returned, as a vector."""
     if A.dim() == 2:
-        return inverse(add_to_diagonal(A, shift), name)
+        return inverse(shift_diagonal(A, shift), name)
     inverted = (A + shift).reciprocal_()
     if not bool((inverted.isfinite() & (inverted > 0)).all()):
         raise NotPositiveDefiniteError(f"{name} ({len(A)} × {len(A)}, diagonal) is not positive.")
@@ -170,7 +165,7 @@ def _shifted_cholesky(A: Tensor, shift: Tensor, name: str, room: Tensor) -> Tens
     torch.linalg.cholesky_ex(room, out=(room, info))
     if _succeeded(room, info):
         return room
-    return cholesky(add_to_diagonal(A, shift), name)
+    return cholesky(shift_diagonal(A, shift), name)
 
 
 def _equal_shapes(matrices: Sequence[Tensor]) -> list[list[int]]:
