@@ -105,13 +105,6 @@ def test_product_is_that_of_the_dense_fisher(likelihood, chunk):
     assert_relative(dense.flatten(product), 1.5 * F @ v)
 
 
-def test_the_factor_counts_the_terms():
-    model, x = mlp(WIDTHS), normal(12, 4)
-    flat = vectors(model, 2)
-    plain, scaled = (gram_of(model, Gaussian(), x, flat, factor=f) for f in (1.0, 2.5))
-    assert_relative(scaled, 2.5 * plain)
-
-
 def weighted_fisher(model, x, weights, likelihood="categorical"):
     """Σ_t w_t J_tᵀ F_R J_t."""
     J = dense.jacobian(model, x)

@@ -30,41 +30,6 @@ each_solver = pytest.mark.parametrize("solver", SOLVERS)
 GAMMA = 0.2
 
 
-def dense_inverse(solver, net="deep"):
-    A, G, shapes = network(net)
-    damped = BlockTridiagonalInverse(solver=solver).prepare(curvature_from(A, G)).damped(GAMMA)
-    return as_matrix(damped.mv, shapes), [rows * columns for rows, columns in shapes]
-
-
-@each_solver
-def test_its_inverse_agrees_with_the_kronecker_fisher_on_the_tridiagonal_blocks(solver):
-    inverse, sizes = dense_inverse(solver)
-    F_hat = inverse.inverse()
-    F_tilde = dense.kron_fisher(*dense.factored_tikhonov(*network("deep")[:2], GAMMA))
-    scale = F_tilde.abs().max()
-    for i, row in enumerate(F_hat.split(sizes)):
-        for j, block in enumerate(row.split(sizes, dim=1)):
-            if abs(i - j) <= 1:
-                expected = F_tilde.split(sizes)[i].split(sizes, dim=1)[j]
-                assert_close(block, expected, rtol=0, atol=float(1e-10 * scale))
-
-
-@each_solver
-def test_it_is_block_tridiagonal(solver):
-    inverse, sizes = dense_inverse(solver)
-    for i, row in enumerate(inverse.split(sizes)):
-        for j, block in enumerate(row.split(sizes, dim=1)):
-            if abs(i - j) > 1:
-                assert torch.equal(block, torch.zeros_like(block))
-
-
-@each_solver
-def test_edges_from_lower_to_higher_layers_would_give_the_same(solver):
-    inverse, _ = dense_inverse(solver)
-    A, G = dense.factored_tikhonov(*network("deep")[:2], GAMMA)
-    assert_relative(inverse, dense.block_tridiagonal_inverse_upwards(A, G))
-
-
 @each_solver
 def test_uncorrelated_layers_are_block_diagonal(solver):
     A, G, shapes = network("deep")

@@ -5,7 +5,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
@@ -13,23 +12,8 @@ from torch.testing import assert_close
 from kronfac.curvature import DenseBlock, ExactFisher, KroneckerBlock
 from kronfac.record import record
 from tests.conftest import AUTODIFF, batch, mlp, network_of, normal
-from tests.curvature.test_estimate import curvature_of, estimate_on
+from tests.curvature.test_estimate import estimate_on
 from tests.reference import dense
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_kronecker_blocks_are_the_exact_fisher_blocks(bias):
-    model, x = mlp([4, 5, 3, 2], "identity", bias), normal(20, 4)
-    curvature = curvature_of(model, nn.MSELoss(), x, ExactFisher())
-    F = dense.exact_fisher(model, x, "gaussian", variance=0.5, scale=1 / 2)
-    sizes = [rows * columns for rows, columns in dense.shapes(model)]
-    blocks = [row.split(sizes, dim=1) for row in F.split(sizes)]
-    for i, block in enumerate(curvature.blocks):
-        assert_close(dense.kron(block.A, block.G), blocks[i][i], **AUTODIFF)
-        assert_close(block.dense(), blocks[i][i], **AUTODIFF)
-    for i, link in enumerate(curvature.links):
-        assert_close(dense.kron(link.A_next, link.G_next), blocks[i][i + 1], **AUTODIFF)
-
 
 # ------------------------------------------------------------------------------------- shared weights
 

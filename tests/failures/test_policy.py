@@ -14,7 +14,7 @@ import kronfac
 from kronfac import KFAC, EventKind, Intervals
 from kronfac.curvature import DampedInverse
 from kronfac.curvature.block_diagonal import PreparedBlocks
-from kronfac.curvature.block_tridiagonal import _Prepared as PreparedChains
+from kronfac.curvature.block_tridiagonal import PreparedChains
 from kronfac.curvature.diagonal import DiagonalOperator
 from kronfac.linalg import spd
 from kronfac.storage import tensors_in

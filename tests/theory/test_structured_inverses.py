@@ -8,12 +8,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from kronfac import Bernoulli
-from kronfac.extend import BlockDiagonalInverse, BlockTridiagonalInverse
+from kronfac.extend import BlockTridiagonalInverse
 from tests.reference.dense import kron
 from tests.theory.enumeration import enumerate_outcomes
 from tests.theory.networks import (
     Network,
-    block_diagonal_fisher,
     block_slices,
     curvature,
     dense,
@@ -107,14 +106,3 @@ def test_block_tridiagonal_inverse_is_the_chain_with_the_right_neighbours(solver
     first, second, third = blocks
     Psi = torch.linalg.solve(F_hat[second, second], F_hat[first, second], left=False)
     assert_close(F_hat[first, third], Psi @ F_hat[second, third], rtol=0, atol=1e-8)
-
-
-def test_block_diagonal_inverse_is_that_of_its_blocks():
-    """§4.2: F̆⁻¹ = diag(Ā_00⁻¹ ⊗ G_11⁻¹, …) is the inverse of F̃'s diagonal blocks."""
-    network, x = problem((3, 4, 3, 2))
-    moments = curvature(network, Bernoulli(), x)
-    shapes = [W.shape for W in network.weights]
-    F_breve_inv = dense(BlockDiagonalInverse().prepare(moments).damped(0.0), shapes)
-    F_breve = block_diagonal_fisher(moments)
-    identity = torch.eye(len(F_breve), dtype=F_breve.dtype)
-    assert_close(F_breve_inv @ F_breve, identity, rtol=0, atol=1e-10)

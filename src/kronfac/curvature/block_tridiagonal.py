@@ -101,8 +101,8 @@ class BlockTridiagonalInverse(ApproximateInverse):
             couple + 2.0 * (r * c * k_G + k_G * c * k_A),
         )
 
-    def prepare(self, curvature: Curvature) -> "_Prepared":
-        return _Prepared(curvature, self.tikhonov, self.solver)
+    def prepare(self, curvature: Curvature) -> "PreparedChains":
+        return PreparedChains(curvature, self.tikhonov, self.solver)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,9 @@ def _triple(left: Tensor, V: Tensor, right: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class PreparedChains:
+    """Chains of units, each inverted as a whole where possible."""
+
     curvature: Curvature
     tikhonov: FactoredTikhonov
     solver: Solver
@@ -207,26 +209,15 @@ class _Prepared:
             [f"{side}[{i}]" for side in "AG" for i in range(count)],
         )
         L_A, L_G = L[:count], L[count:]
-        between = each(
-            _Between.of,
-            L_A[:-1],
-            L_G[:-1],
-            [link.A_next for link in known],
-            [link.G_next for link in known],
-            L_A[1:],
-            L_G[1:],
-            [self.solver] * (count - 1),
-        )
+        solvers = [self.solver] * (count - 1)
+        between = each(_between, L_A[:-1], L_G[:-1], known, L_A[1:], L_G[1:], solvers)
+        Sigma_inv, Psi_A, Psi_G = zip(*between, strict=True)
         last = KroneckerProduct(inverse_from_cholesky(L_A[-1]), inverse_from_cholesky(L_G[-1]))
-        return DampedChain(
-            Sigma_inv=(*(b.Sigma_inv for b in between), last),
-            Psi_A=tuple(b.Psi_A for b in between),
-            Psi_G=tuple(b.Psi_G for b in between),
-        )
+        return DampedChain((*Sigma_inv, last), Psi_A, Psi_G)
 
 
 def chains(curvature: Curvature) -> list[tuple[int, int]]:
-    """The runs of linked units, first and one past the last; a unit without a link is one by itself."""
+    """The first unit of each run of linked units, and one past its last; other units are runs of one."""
     runs: list[tuple[int, int]] = []
     start = 0
     for i in range(len(curvature.blocks)):
@@ -236,29 +227,14 @@ def chains(curvature: Curvature) -> list[tuple[int, int]]:
     return runs
 
 
-@dataclass(frozen=True)
-class _Between:
-    """What belongs between a unit and the next."""
-
-    Sigma_inv: SigmaInverse
-    Psi_A: Tensor
-    Psi_G: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        L_A: Tensor,
-        L_G: Tensor,
-        A_next: Tensor,
-        G_next: Tensor,
-        next_L_A: Tensor,
-        next_L_G: Tensor,
-        solver: Solver,
-    ) -> "_Between":
-        R_A, Psi_A = _regress(A_next, next_L_A)
-        R_G, Psi_G = _regress(G_next, next_L_G)
-        solve = decompose if solver == "decomposition" else smith
-        return cls(solve(L_A, L_G, R_A, R_G), Psi_A, Psi_G)
+def _between(
+    L_A: Tensor, L_G: Tensor, link: Link, next_L_A: Tensor, next_L_G: Tensor, solver: Solver
+) -> tuple[SigmaInverse, Tensor, Tensor]:
+    """Σ⁻¹, Ψᴬ and Ψᴳ of a unit and the next."""
+    R_A, Psi_A = _regress(link.A_next, next_L_A)
+    R_G, Psi_G = _regress(link.G_next, next_L_G)
+    solve = decompose if solver == "decomposition" else smith
+    return solve(L_A, L_G, R_A, R_G), Psi_A, Psi_G
 
 
 def _regress(cross: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
