@@ -1,9 +1,9 @@
-"""The curvature of one unit: what is estimated of it, and what inverts it.
+"""The curvature of one unit: its statistics and its damped inverse.
 
     taps → moments → operator
     block.average(old, decay).add(taps, …) …  .value() → moments.damped(γ) → .mv(V)
 
-`taps.py` has what a backward pass shows of a unit. Nothing here knows modules.
+Taps are the inputs and gradients of a unit in one backward pass, see `taps.py`. Nothing here knows modules.
 """
 
 from abc import ABC, abstractmethod
@@ -193,7 +193,7 @@ class Block(ABC):
 
     @abstractmethod
     def observe(self, taps: Taps, weight: float) -> Moments:
-        """The moments of one backward pass; those of several passes are added, field by field."""
+        """The moments of one backward pass; moments of several passes are added, field by field."""
 
     def describe(self, rows: int, columns: int) -> str:
         """A word or two for `kronfac.plan`."""
@@ -247,7 +247,7 @@ def blend(old: Storable | None, new: S, decay: float) -> S:
 
 
 def _combine(a: S, x: float, b: S, y: float) -> S:
-    """x a + y b, tensor by tensor; anything else, such as sizes and absent tensors, is that of b."""
+    """x a + y b, tensor by tensor; anything else, such as sizes and absent tensors, is taken from b."""
     values: dict[str, Any] = {}
     for f in fields(b):  # type: ignore[arg-type]
         left, right = getattr(a, f.name), getattr(b, f.name)

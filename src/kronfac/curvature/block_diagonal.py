@@ -57,7 +57,7 @@ class BlockDiagonalInverse(ApproximateInverse):
 
 
 def cost_in_eigenbasis(moments: Moments) -> InverseCost:
-    """The cost of an inverse in the eigenbasis of A ⊗ G; of another block, that of its own inverse."""
+    """The cost of an inverse in the eigenbasis of A ⊗ G; other blocks have their own inverses."""
     if not isinstance(moments, KroneckerMoments):
         return moments.inverse_cost()
     sides = [len(M) for M in (moments.A, moments.G)]

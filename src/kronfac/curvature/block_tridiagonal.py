@@ -133,7 +133,7 @@ class DampedChain(ChainOperator):
         return len(self.Sigma_inv)
 
     def of_unit(self, number: int) -> SigmaInverse:
-        """Σᵢ⁻¹: what is left of Ξᵀ Λ Ξ for a unit by itself, without its Ψ.
+        """Σᵢ⁻¹: the part of Ξᵀ Λ Ξ for a unit by itself, without its Ψ.
 
         Positive definite as it is. It is no smaller than the inverse of the unit's own curvature, because
         Σᵢ ≼ Aᵢ ⊗ Gᵢ, and nearer to it than (Ξᵀ Λ Ξ)ᵢᵢ, which counts on the neighbours' part of the step.

@@ -1,7 +1,7 @@
 """A dense block: E[v vᵀ] for the gradient v = vec(Σ_places g āᵀ) of an example.
 
 For units with up to a few hundred parameters. Larger ones are divided into pieces of neighbouring rows of
-V, each with a matrix of its own: what is lost is the curvature between the pieces.
+V, each with a matrix of its own. The curvature between the pieces is left out.
 """
 
 import math

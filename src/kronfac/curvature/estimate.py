@@ -51,7 +51,7 @@ class Examples(Protocol):
 
     @property
     def apart(self) -> bool:
-        """Whether terms belong to examples, those of one after the other; else each counts alone."""
+        """Whether terms belong to examples, the terms of one after the other; else each counts alone."""
         ...
 
 
@@ -65,11 +65,11 @@ class Tapped(Protocol):
 
     @property
     def summed(self) -> bool:
-        """Whether some units show their gradient summed over the examples, and no more."""
+        """Whether for some units only the gradient summed over the examples is known."""
         ...
 
     def taps(self, vectors: Sequence[Tensor | None]) -> Sequence[Taps]:
-        """What every unit shows for rᵀf, one r for each loss call."""
+        """The taps of every unit for rᵀf, one r for each loss call."""
         ...
 
 
@@ -80,9 +80,9 @@ class Sample:
     passes: Sequence[Examples]
     linearize: Callable[[Examples], Tapped]
     factor: float = 1.0
-    """What the terms count: examples of the whole mini-batch over those of S₁."""
+    """The weight of the terms: examples of the whole mini-batch over examples of S₁."""
     nothing: Callable[[int], Taps] = lambda unit: []
-    """What a unit shows that none of the examples uses: zeros."""
+    """The taps of a unit that none of the examples uses: zeros."""
     weightless: bool = False
     """Whether this rank has none of S₁: its passes are of an example that counts nothing."""
     world: World = ALONE
@@ -103,7 +103,7 @@ class Sample:
         return sum(part.examples for part in self.passes)
 
     def head(self, number: int, own: int) -> tuple[int, int]:
-        """Terms of a kind of loss call on all ranks, and how many of them are those of ranks before."""
+        """Terms of a kind of loss call on all ranks, and how many of them are on earlier ranks."""
         if self.heads is None:
             return own, 0
         total, before = self.heads[number]
@@ -301,7 +301,7 @@ def _examples(new: int, old: Curvature | None, decay: float) -> float:
 
 
 class _SummedGradients:
-    """√w V of units that show only V = Σ_n g_n, one for every vector, summed over passes and ranks.
+    """√w V of units with only V = Σ_n g_n, one for every vector, summed over passes and ranks.
 
     V² is unbiased if products of different examples vanish on average: if targets are drawn for each term,
     or by a random sign for every example.
@@ -344,7 +344,7 @@ class _Visit:
     view: Tapped
     outputs: list[Outputs]
     start: int
-    """The number of its first example, among those of all ranks."""
+    """The number of its first example, counted over all ranks."""
     terms: list[tuple[int, int]]
     """For every loss call, the terms on all ranks, and the number of the first."""
 
@@ -409,5 +409,5 @@ def head_counts(passes: Sequence[Examples]) -> dict[object, int]:
 
 
 def _head(number: int, terms: Terms) -> object:
-    """What loss calls have in common that draw alike: passes may be about different losses."""
+    """The kind of a loss call: calls of one kind share a stream of numbers, also across passes."""
     return number, type(terms.likelihood), terms.event

@@ -6,7 +6,7 @@
   example.
 - `EmpiricalFisher`: the training targets. Not the Fisher, and said to work worse; one backward pass.
 
-Random numbers are drawn by the number of a term among those of all ranks (`Draws`): a step depends neither
+Random numbers are drawn by the number of a term, counted over all ranks (`Draws`): a step depends neither
 on the division into micro-batches nor on the number of ranks.
 """
 
@@ -24,7 +24,7 @@ from kronfac.objective import Terms
 
 @dataclass(frozen=True)
 class Outputs:
-    """The terms of one loss call, with what the model says of them."""
+    """The terms of one loss call, with the outputs of the model."""
 
     terms: Terms
     z: Tensor  # (terms, event)
@@ -217,7 +217,7 @@ def child_seed(seed: int, number: int) -> int:
 
 
 class Signs:
-    """A random sign for every example and vector, by the number of the example among those of all ranks."""
+    """A random sign for every example and vector, by the number of the example, counted over all ranks."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._seed, self._device = draw_seed(generator), generator.device

@@ -227,7 +227,7 @@ def _multiply(piece: Piece, vectors: Vectors) -> Sequence[Tensor]:
 
 
 class PreparedInverse(Protocol):
-    """What is shared by all γ at one refresh."""
+    """The part that all γ share at one refresh."""
 
     def damped(self, gamma: float) -> DampedInverse:
         """The inverse with damping strength γ [MG15 §6.6]."""

@@ -1,4 +1,4 @@
-"""What one backward pass shows of one use of a unit's matrix V (rows, columns), for some examples.
+"""Taps: the inputs and gradients of one use of a unit's matrix V (rows, columns) in one backward pass.
 
 - `Tap`: s = V ā at every place, with g the gradient at s. The gradient of example n is Σ_places g āᵀ.
   Layouts: ā (examples, places, columns), g (examples, places, rows). A transposed use is s = Vᵀ ā, with ā
@@ -255,7 +255,7 @@ class SummedGradient:
 
 AnyTap = Tap | GroupedTap | ElementwiseTap
 Taps = Sequence[AnyTap] | SummedGradient
-"""What one pass shows of one unit: its uses, or only their sum."""
+"""The uses of one unit in one pass, or only the sum of their gradients."""
 
 
 def gradients_of_examples(taps: Taps) -> Iterator[Tensor]:

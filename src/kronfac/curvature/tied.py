@@ -8,7 +8,7 @@ what correlates the two left out, its second moment is the sum of theirs, each f
     direct:      A₁ = mean of ā āᵀ,   G₁ = Σ g gᵀ
     transposed:  A₂ = Σ g gᵀ,         G₂ = mean of ā āᵀ
 
-with A on the side of the columns and G on that of the rows. Rows may be many, as those of a vocabulary; the
+with A on the side of the columns and G on the side of the rows. A vocabulary has many rows; the
 factors on their side are kept as diagonals then, and nothing is as large as rows times rows.
 """
 
@@ -53,7 +53,7 @@ class KroneckerSumMoments(Moments):
         factors (or of their sizes in another norm): γₖ² = γ² tₖ / (t₁ + t₂). Then γ₁² + γ₂² = γ², so that
         γ²I is what is added in all beside the cross terms; every factor gets the same share
         γ / (t₁ + t₂)^½ of its own mean eigenvalue; and if one of the products vanishes, the damping is
-        that of the other alone.
+        the other product's.
 
         Deviation: the exact form, γ²I added to the sum, has no inverse by Kronecker factors: three matrices
         on one side can't be diagonalised together. The factored form stands for it.
@@ -161,7 +161,7 @@ class KroneckerSumAverage:
             average.weigh(own)
 
     def parts(self) -> list[Part]:
-        """All sides, those of the direct uses first."""
+        """All sides, the direct uses first."""
         return [part for average in self._averages for part in average.parts()]
 
 

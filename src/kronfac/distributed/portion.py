@@ -31,7 +31,7 @@ class Portion:
     returned_loss: float = 0.0
     """The loss that closures have returned. One sum for all ranks, or each would round it differently."""
     loss: float = 0.0
-    """The same, but for closures in half precision."""
+    """Equal to `returned_loss`, except for closures in half precision."""
     recorded_loss: float | None = None
     """The recorded loss; None if it was not recorded on some rank."""
     weight: float = 0.0
@@ -133,7 +133,7 @@ def _refuse_differences(parts: Sequence[OwnPart]) -> None:
         raise RankError(
             "The ranks start from different parameters, and would train apart. Call torch.manual_seed with "
             "the same seed before the model is made, load the same checkpoint, or wrap the model in "
-            "DistributedDataParallel, which takes those of rank 0."
+            "DistributedDataParallel, which copies them from rank 0."
         )
 
 

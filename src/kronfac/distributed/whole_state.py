@@ -1,8 +1,7 @@
 """An optimizer's whole state in a checkpoint of `torch.distributed.checkpoint`.
 
-Torch's loader asks what it is to load into: it fills in tensors whose names and shapes a new optimizer
-knows. Those of K-FAC's state are found in the first steps, so that a new optimizer would ask for none of
-them, and get none. Here the state is one entry, of bytes, whose name is all that has to be known.
+Torch's loader fills in tensors whose names and shapes a new optimizer knows. A new K-FAC knows none of them
+before its first steps, and would get none. Here the state is one entry of bytes, found by its name.
 """
 
 import io
@@ -19,7 +18,7 @@ ENTRY = "whole"
 class WholeState:
     """All of `optimizer.state_dict()` as one entry, to be saved and loaded on any number of processes.
 
-    What `torch.distributed.checkpoint` takes for a `Stateful`. All ranks have the same state, and one of
+    A `Stateful` of `torch.distributed.checkpoint`. All ranks have the same state, and one of
     them writes it. With torch.load's `weights_only=True`, nothing but tensors and plain values is read from
     the bytes; torch itself reads what is around them with pickle, so load only what you trust.
 

@@ -53,7 +53,7 @@ _PHASES: tuple[Phase, ...] = get_args(Phase)
 
 @dataclass
 class Tally:
-    """What a rank has sent, and how long it took."""
+    """The number, size and duration of a rank's messages and sums."""
 
     messages: Counter[str] = field(default_factory=Counter)
     """Messages on the host, by their phase; one in two parts counts twice."""
@@ -99,7 +99,7 @@ class World:
         """Make sure that all ranks have the same numbers.
 
         Raises:
-            RankError: they have not; `what` says what the numbers are of.
+            RankError: they have not; `what` names the numbers.
         """
         rows = self.gather(numbers, phase)
         if any(row != rows[0] for row in rows):
@@ -162,7 +162,7 @@ class Processes(World):
 
     @classmethod
     def of_default_group(cls) -> "Processes":
-        """The same object for as long as the group exists."""
+        """One object for as long as the group exists."""
         group = dist.group.WORLD
         if group not in cls._found:
             cls._found.clear()  # of groups that have been destroyed
@@ -178,7 +178,7 @@ class Processes(World):
         if failed:
             raise RankError(
                 f"Rank {', '.join(map(str, failed))} has failed while rank {self.rank} was in the phase "
-                f"{phase!r}: no rank takes this step. Its own error says why."
+                f"{phase!r}: no rank takes this step. Its own error has the reason."
             )
         if len({row[1] for row in rows}) > 1:
             phases = ", ".join(f"rank {r}: {_PHASES[int(row[1])]!r}" for r, row in enumerate(rows))
@@ -287,7 +287,7 @@ class Processes(World):
 
     @contextmanager
     def _answered(self) -> Iterator[None]:
-        """Raise torch's errors, by which a rank that has ended shows, as a RankError."""
+        """Raise torch's errors, which mean that another rank has ended, as a RankError."""
         try:
             yield
         except RuntimeError as error:

@@ -83,7 +83,7 @@ class InverseInEigenbasis(Storable):
     """V ↦ E_G [(E_Gᵀ V E_A) ⊘ (S + D)] E_Aᵀ with D = d_G 1ᵀ + 1 d_Aᵀ.
 
     With S = s_G s_Aᵀ and D = ξ it is (A ⊗ G + ξ I)⁻¹, the simpler form at the end of [MG15 App. B]. EKFAC
-    estimates another S. A basis that is None is that of the parameters themselves.
+    estimates another S. A basis of None stands for the parameters themselves.
     """
 
     E_A: Tensor | None  # (in, in)
@@ -112,7 +112,7 @@ class InverseInEigenbasis(Storable):
         return (E / self.eigenvalues().mT.reshape(-1)) @ E.mT
 
     def eigenvalues(self) -> Tensor:
-        """S + D (out, in), those of the matrix that this is the inverse of."""
+        """S + D (out, in), the eigenvalues of the matrix that is inverted."""
         return (self.S + self.d_A).add_(self.d_G.unsqueeze(1))
 
 

@@ -23,7 +23,7 @@ LARGE = 128
 def each(function: Callable[..., R], matrices: Sequence[Tensor], *others: Sequence[Any]) -> list[R]:
     """`function` of each matrix, and of what the other sequences have in its place.
 
-    The order of the results is that of the matrices; so is that of errors: the first one is raised.
+    Results are in the order of the matrices. Of several errors, the first in this order is raised.
     """
     arguments = list(zip(matrices, *others, strict=True))
     threads = torch.get_num_threads()
@@ -52,7 +52,7 @@ def each(function: Callable[..., R], matrices: Sequence[Tensor], *others: Sequen
 def in_background(work: Callable[[], R]) -> Future[R] | None:
     """The result of `work`, from a thread with a core to itself, while the calling one goes on.
 
-    What is begun first is done first. None if no more threads are to be had, as when Python ends.
+    Work is done in the order of the calls. None if there are no more threads, as when Python ends.
     """
     return _submit(_pool(1, "kronfac-background"), work)
 
