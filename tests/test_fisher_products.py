@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from kronfac.linearize import Linearizer
 from kronfac.objective import Gaussian
 from kronfac.record import record
-from kronfac.step.fisher_products import fisher_gram, fisher_product
 from tests.conformance import assert_relative
 from tests.conftest import (
     ACTIVATIONS,
@@ -34,7 +34,7 @@ def vectors(model, count):
 def gram_of(model, loss, x, flat, chunk=None, targets=None, factor=1.0):
     directions = [dense.unflatten(v, dense.shapes(model)) for v in flat]
     network = network_of(model, loss)
-    return fisher_gram(network, batch(network, x, targets, chunk), directions, factor)
+    return Linearizer(network).fisher_gram(batch(network, x, targets, chunk), directions, factor)
 
 
 def expected_gram(F, flat):
@@ -100,7 +100,7 @@ def test_product_is_that_of_the_dense_fisher(likelihood, chunk):
     network = network_of(model, LIKELIHOODS[likelihood]())
     V = dense.unflatten(v, dense.shapes(model))
     with torch.no_grad():
-        product = fisher_product(network, batch(network, x, chunk=chunk), V, factor=1.5)
+        product = Linearizer(network).fisher_product(batch(network, x, chunk=chunk), V, factor=1.5)
     F = dense.exact_fisher(model, x, likelihood)
     assert_relative(dense.flatten(product), 1.5 * F @ v)
 
@@ -133,7 +133,7 @@ def test_flattened_sequences_have_a_term_each():
         loss(model(x).reshape(-1, 3), y.reshape(-1)).backward()
     directions = [dense.unflatten(v, dense.shapes(model)) for v in flat]
     with torch.no_grad():
-        gram = fisher_gram(network, recording.batch(), directions)
+        gram = Linearizer(network).fisher_gram(recording.batch(), directions)
     F = dense.exact_fisher(model, x.reshape(-1, 4), "categorical")
     assert_relative(gram, expected_gram(F, flat))
 
@@ -146,7 +146,7 @@ def test_frozen_layers_take_no_part():
     model[2].requires_grad_(False)
     kept = (V[0], V[2])
     network = network_of(model, Gaussian())
-    gram = fisher_gram(network, batch(network, x), [kept])
+    gram = Linearizer(network).fisher_gram(batch(network, x), [kept])
     v = dense.flatten([V[0], torch.zeros_like(V[1]), V[2]])
     assert_relative(gram, (v @ F @ v).reshape(1, 1))
 
@@ -187,7 +187,7 @@ def test_directions_see_the_same_dropout_masks():
         z = model(normal(12, 4))
         Gaussian()(z, torch.zeros_like(z)).backward()
     before = torch.get_rng_state()
-    gram = fisher_gram(network, recording.batch(), directions)
+    gram = Linearizer(network).fisher_gram(recording.batch(), directions)
     assert torch.equal(torch.get_rng_state(), before)
     pattern = torch.tensor([[1, 1, 2], [1, 1, 2], [2, 2, 4]], dtype=torch.float64)
     assert_relative(gram, gram[0, 0] * pattern)
@@ -209,7 +209,7 @@ def test_the_model_is_left_as_it_was_if_it_fails():
     before = [p.detach().clone() for p in model.parameters()]
     model[1].broken = True
     with pytest.raises(RuntimeError, match="broken"):
-        fisher_gram(network, rows, [(normal(3, 5),)])
+        Linearizer(network).fisher_gram(rows, [(normal(3, 5),)])
     assert "forward" not in model[0].__dict__
     assert not any(module._forward_hooks for module in model.modules())
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
@@ -225,5 +225,5 @@ def test_outputs_come_with_the_products():
     model.register_forward_hook(lambda *_: seen.append(1))
     directions = [tuple(normal(*u.shape, seed=s) for u in network.units) for s in range(2)]
     with torch.no_grad():
-        fisher_gram(network, made, directions)
+        Linearizer(network).fisher_gram(made, directions)
     assert len(seen) == 2

@@ -19,7 +19,8 @@ from kronfac.groups import PerParameter
 from kronfac.linearize import Traced
 from kronfac.model import dot, hooked
 from kronfac.record import Pass
-from kronfac.step.evaluation import Evaluation, in_full_precision
+from kronfac.step.collect import in_full_precision
+from kronfac.step.evaluation import Evaluation
 from kronfac.step.state import CheckState
 
 INTERVAL = 100

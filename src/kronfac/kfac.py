@@ -33,8 +33,8 @@ from kronfac.record import MiniBatchClosure, Recorder
 from kronfac.record.closure import refuse_call
 from kronfac.report import EventWarnings, StepReport, log_events
 from kronfac.settings import Intervals, Settings, fisher_of, inverse_of, refuse_unknown
-from kronfac.step.state import State, initial_state, load, save
-from kronfac.step.state_groups import MOMENTUM, extended_momentum, saved_groups
+from kronfac.step.saving import MOMENTUM, extended_momentum, load, save, saved_groups
+from kronfac.step.state import State, initial_state
 from kronfac.step.take import take_step
 
 

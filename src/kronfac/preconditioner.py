@@ -57,13 +57,12 @@ from kronfac.settings import (
     fisher_of,
     inverse_of,
 )
-from kronfac.step import state as saving
-from kronfac.step.collect import evaluate_loop
-from kronfac.step.curvature_update import curvature_examples, update_curvature
-from kronfac.step.evaluation import Evaluation, join_ranks
-from kronfac.step.grad_scaler import Scaling
-from kronfac.step.refresh import prepare
-from kronfac.step.state import CurrentInverse, State
+from kronfac.step import saving
+from kronfac.step.background import prepare
+from kronfac.step.collect import Scaling, evaluate_loop, join_ranks
+from kronfac.step.evaluation import Evaluation
+from kronfac.step.examples import choose_examples, update_curvature
+from kronfac.step.state import CurrentInverse, State, initial_state
 from kronfac.warn import warn
 
 Sides = Literal["both", "inputs"]
@@ -207,7 +206,7 @@ class Preconditioner:
             model, self.network.objective, self.network.parameters, self.network.buffers
         )
         weakref.finalize(self, remove_hooks, self._recorder.handles)
-        self._state = saving.initial_state(self.settings, 0.0, self.network.device)
+        self._state = initial_state(self.settings, 0.0, self.network.device)
         self._warned: set[str] = set()
 
     @torch.no_grad()
@@ -376,7 +375,7 @@ class Preconditioner:
         evaluation = replace(evaluation, network=network)
         m = Measurement(iteration=state.iteration + 1, examples=evaluation.examples)
         with network.buffers.preserved():
-            some = curvature_examples(self.settings, evaluation, m)
+            some = choose_examples(self.settings, evaluation, m)
             curvature, current, generator = update_curvature(
                 self.settings, evaluation, some, state, m
             )

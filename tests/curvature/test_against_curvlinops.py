@@ -6,7 +6,7 @@ from torch import nn
 
 from kronfac.curvature import EigenvalueCorrectedInverse, ExactFisher, ExactTikhonov
 from kronfac.linalg import KroneckerProduct
-from kronfac.step.fisher_products import fisher_gram
+from kronfac.linearize import Linearizer
 from tests.conformance import assert_relative
 from tests.conftest import batch, mlp, network_of, normal, random_targets
 from tests.curvature.test_estimate import curvature_of, estimate_on
@@ -66,7 +66,7 @@ def test_fisher_gram_is_that_of_their_gauss_newton_matrix(model, loss, likelihoo
             pairs = zip(as_parameters(model, u), product, strict=True)
             expected[i, j] = sum((a * b).sum() for a, b in pairs)
     network = network_of(model, module)
-    gram = fisher_gram(network, batch(network, X, y, chunk=4), vectors)
+    gram = Linearizer(network).fisher_gram(batch(network, X, y, chunk=4), vectors)
     assert_relative(gram, expected)
 
 

@@ -79,7 +79,7 @@ def statistics_raise(optimizer: KFAC, rank: int, size: int) -> str:
     fault = {"side_effect": BrokenError("no memory left")} if rank == size - 1 else {}
     if not fault:
         return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
-    with patch("kronfac.step.curvature_update.estimate", **fault):
+    with patch("kronfac.step.examples.estimate", **fault):
         return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
 
 
@@ -88,7 +88,9 @@ def products_raise(optimizer: KFAC, rank: int, size: int) -> str:
     x, y = batch(9, rank, size)
     if rank < size - 1:
         return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
-    with patch("kronfac.step.proposal.fisher_gram", side_effect=BrokenError("no memory left")):
+    with patch(
+        "kronfac.linearize.Linearizer.fisher_gram", side_effect=BrokenError("no memory left")
+    ):
         return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
 
 
@@ -144,7 +146,7 @@ def other_sums(rank: int, size: int) -> Mapping[str, Any]:
     if rank:
         said = attempt(lambda: steps(optimizer, rank, size, 1, start=2))
     else:
-        with patch("kronfac.step.evaluation._sum_gradients", return_value=None):
+        with patch("kronfac.step.collect._sum_gradients", return_value=None):
             said = attempt(lambda: steps(optimizer, rank, size, 1, start=2))
     return {"said": said, "moved": not torch.equal(flat(model), before)}
 

@@ -191,7 +191,7 @@ def front_gradients_raise(preconditioner: Preconditioner, rank: int, size: int) 
 
 
 def front_statistics_raise(preconditioner: Preconditioner, rank: int, size: int) -> str:
-    return _patched("kronfac.step.curvature_update.estimate", preconditioner, rank, size)
+    return _patched("kronfac.step.examples.estimate", preconditioner, rank, size)
 
 
 def front_product_raises(preconditioner: Preconditioner, rank: int, size: int) -> str:

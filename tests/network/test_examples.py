@@ -10,12 +10,11 @@ from torch.testing import assert_close
 
 from kronfac import KFAC, Intervals
 from kronfac.curvature.taps import gradients_of_examples
-from kronfac.linearize import Traced
+from kronfac.linearize import Linearizer, Traced
 from kronfac.model import Network
 from kronfac.record import Batch, record, subsets
 from kronfac.record.discovery import discover
 from kronfac.record.examples import check_examples, select
-from kronfac.step.fisher_products import fisher_gram
 from tests.conftest import AUTODIFF, mlp, network_of, normal, seeded
 
 N, C = 4, 3
@@ -129,9 +128,9 @@ def test_a_mean_over_subsets_is_the_fisher_of_all():
     v = tuple(normal(*unit.shape, seed=n) for n, unit in enumerate(network.units))
     (part,) = batch.passes
     with torch.no_grad():
-        whole = fisher_gram(network, batch, [v])
+        whole = Linearizer(network).fisher_gram(batch, [v])
         alone = [Batch((select(part, torch.tensor([n])),)) for n in range(6)]
-        parts = [fisher_gram(network, one, [v]) for one in alone]
+        parts = [Linearizer(network).fisher_gram(one, [v]) for one in alone]
     assert_close(sum(parts), whole, rtol=1e-10, atol=1e-12)
 
 

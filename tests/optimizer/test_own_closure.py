@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from kronfac import KFAC, Bernoulli, Categorical, Gaussian
 from kronfac.errors import ClosureError
 from kronfac.linearize.by_hand import PassByHand, pass_by_hand
-from kronfac.step.compute import Transition, compute_step
+from kronfac.step.take import Transition, compute_step
 from tests.conftest import AUTODIFF, mlp, normal, random_targets
 from tests.optimizer.runs import Snapshot, closure_of
 

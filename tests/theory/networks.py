@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from kronfac.curvature import Curvature, DampedInverse
 from kronfac.curvature.estimate import Sample, estimate
 from kronfac.extend import ExactFisher
-from kronfac.linearize import linearize
+from kronfac.linearize import Linearizer, linearize
 from kronfac.model import Matrices, find_units, record_uses
 from kronfac.objective import Likelihood
-from kronfac.step.fisher_products import fisher_gram
 from tests.conftest import batch, network_of
 from tests.reference.dense import flatten, kron, unflatten
 
@@ -154,7 +153,7 @@ def fisher(model: nn.Module, loss: Likelihood, x: Tensor) -> Tensor:
     """The exact F, dense, from eᵢᵀ F eⱼ of all pairs of weights."""
     network = network_of(model, loss)
     directions = basis([unit.shape for unit in network.units])
-    return fisher_gram(network, batch(network, x), directions)
+    return Linearizer(network).fisher_gram(batch(network, x), directions)
 
 
 def activities_and_gradients(

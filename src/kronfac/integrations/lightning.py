@@ -8,7 +8,7 @@ Lightning refuses to clip gradients for optimizers that unscale them themselves,
 from typing import Any
 
 from kronfac.kfac import KFAC
-from kronfac.step.grad_scaler import UNSCALED_BY
+from kronfac.step.collect import UNSCALED_BY
 
 
 def half_precision(device: str = "cuda", **options: Any) -> Any:

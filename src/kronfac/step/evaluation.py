@@ -1,10 +1,9 @@
-"""Loss and gradient at θ, and the loss at θ + δ (`collect.py` makes evaluations of closures and loops).
+"""Loss and gradient at θ, and the loss at θ + δ (`collect.py` evaluates closures and loops).
 
 A user's closure and its micro-batches, K-FAC's own closure and a loop all end in an `Evaluation`.
 """
 
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,16 +15,12 @@ from torch import Tensor, nn
 from kronfac.curvature import Curvature
 from kronfac.distributed import (
     HERE,
-    OwnPart,
     Portion,
     World,
-    fingerprint,
-    gather_parts,
 )
 from kronfac.errors import ClosureError
 from kronfac.groups import PerParameter
 from kronfac.linalg import OuterProduct
-from kronfac.linearize import can_be_explicit
 from kronfac.linearize.by_hand import outputs_at
 from kronfac.model import Kept, Matrices, Network, RandomState, dot, replay, restore
 from kronfac.record import Batch
@@ -35,9 +30,6 @@ LOSS_TOLERANCE = 64
 """Relative difference, in ε of the parameters' dtype, between the loss that a closure returned and the loss
 of the calls that were seen, above which the closure computes something that K-FAC cannot see. Both are of
 the same pass: only the summation over micro-batches differs."""
-
-SAME_DIVISOR = 1e-6
-"""Relative difference up to which the parts of a rank's loss are one mean."""
 
 
 class RefusedError(Exception):
@@ -95,7 +87,7 @@ class Evaluation:
         own, portion = self.batch.recorded_loss, self.portion
         if own is None or portion.alone:
             return own
-        return None if portion.recorded_loss is None else _like(own, portion.recorded_loss)
+        return None if portion.recorded_loss is None else like(own, portion.recorded_loss)
 
     @cached_property
     def loss_seen(self) -> bool:
@@ -222,7 +214,7 @@ class Evaluation:
         """The sum of the ranks' parts of a loss."""
         if self.portion.alone:
             return loss
-        return _like(loss, self.world.total([float(loss)], "loss")[0])
+        return like(loss, self.world.total([float(loss)], "loss")[0])
 
     def change(self, delta: Matrices) -> float:
         """h(θ + δ) − h(θ) on S′, weight decay included [MG15 §6.5]."""
@@ -280,120 +272,7 @@ class Point:
                 raise RefusedError(f"The statistics of {unit.name!r} are not finite.", cause)
 
 
-def in_full_precision(evaluation: Evaluation) -> Evaluation:
-    """For a closure in half precision: with the loss as K-FAC's own passes find it, if they can.
-
-    The change of the loss with a step is the difference of two such; in half precision it would be rounding
-    error. By how much `returned_loss` differs counts as noise when the step is validated: so does the
-    gradient.
-    """
-    if not evaluation.loss_seen:
-        return evaluation
-    passes = []
-    for part in evaluation.batch.passes:
-        with evaluation.network.buffers.preserved():
-            outputs = part.run(evaluation.network.model)
-        losses = tuple(
-            replace(loss, value=loss.evaluate(z))
-            for loss, z in zip(part.losses, outputs, strict=True)
-        )
-        passes.append(replace(part, losses=losses))
-    batch = replace(evaluation.batch, passes=tuple(passes))
-    loss, portion = batch.recorded_loss, evaluation.portion
-    assert loss is not None
-    if not portion.alone:
-        total = portion.world.total([float(loss)], "loss")[0]
-        loss, portion = _like(loss, total), replace(portion, recorded_loss=total)
-    return replace(evaluation, loss=loss, batch=batch, portion=portion)
-
-
-def join_ranks(
-    world: World,
-    found: Evaluation | None,
-    *,
-    iteration: int,
-    averaged: bool | None,
-    sums: bool = True,
-) -> tuple[Evaluation | None, bool | None]:
-    """Join the ranks' evaluations of their own examples.
-
-    Args:
-        world: the ranks.
-        found: this rank's own evaluation.
-        iteration: of the step; in the first, the ranks have to have the same parameters.
-        averaged: whether something averages gradients over the ranks, as DistributedDataParallel does; None
-            to find out.
-        sums: whether gradients are wanted; the same on all ranks.
-
-    Returns:
-        The evaluation on all ranks' examples, None if a rank has nothing to take a step from; and whether
-        gradients are averaged, if that is known now.
-
-    Raises:
-        RankError: another rank has failed, or trains another network or from other parameters.
-    """
-    if world.size == 1:
-        return found, averaged
-    own = OwnPart(0.0) if found is None else _own_part(found, iteration, averaged)
-    portion = gather_parts(world, own, averaged)
-    if found is None or portion is None:
-        return None, averaged
-    gradients = None
-    if sums and (found.batch.traced or not portion.averaged):
-        # Nothing averages the gradients of K-FAC's own backward pass.
-        gradients = _sum_gradients(found, portion)
-    joined = replace(
-        found,
-        batch=found.batch.scaled(portion.share),
-        returned_loss=_like(found.returned_loss, portion.returned_loss),
-        loss=_like(found.loss, portion.loss),
-        factors=None,  # of this rank's examples alone
-        portion=portion,
-        gradients=gradients,
-    )
-    return joined, portion.averaged
-
-
-def _own_part(evaluation: Evaluation, iteration: int, averaged: bool | None) -> OwnPart:
-    batch, network = evaluation.batch, evaluation.network
-    seen = batch.recorded_loss
-    divisors = [terms.divisor for part in batch.passes for terms in part.terms]
-    same = all(math.isclose(d, divisors[0], rel_tol=SAME_DIVISOR) for d in divisors)
-    units = (f"{u.names} {u.block.describe(*u.shape)} {u.shape}" for u in network.units)
-    description = "\n".join([*units, str(list(network.links))])
-    gradients = [p.grad for p in network.parameters if p.grad is not None]
-    return OwnPart(
-        found=1.0,
-        examples=float(batch.examples),
-        terms=float(batch.most_terms),
-        seen=float(seen is not None),
-        summed=float(batch.summed),
-        divisor=divisors[0] if same else math.nan,
-        returned_loss=float(evaluation.returned_loss),
-        loss=float(evaluation.loss),
-        recorded_loss=0.0 if seen is None else float(seen),
-        weight=evaluation.resolution / torch.finfo(network.dtype).eps,
-        explicit=float(can_be_explicit(network, batch)),
-        network=float(zlib.crc32(description.encode())),
-        parameters=fingerprint(network.parameters) if iteration == 1 else 0.0,
-        gradient=fingerprint(gradients) if averaged is None else 0.0,
-    )
-
-
-def _sum_gradients(found: Evaluation, portion: Portion) -> Mapping[nn.Parameter, Tensor]:
-    """Σ_r share_r ∇h_r over the ranks r, for all parameters in which any rank has a gradient."""
-    parameters = found.network.parameters
-    own = [found.gradient_of(p) for p in parameters]
-    # With the same layout in memory on all ranks: products of other layouts differ by rounding.
-    sums = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in parameters]
-    for total, grad in zip(sums, own, strict=True):
-        if grad is not None:
-            torch.mul(grad, portion.share, out=total)
-    ranks = portion.world.sum(sums, "gradient", numbers=[float(g is not None) for g in own])
-    return {p: total for p, total, n in zip(parameters, sums, ranks, strict=True) if n}
-
-
-def _like(tensor: Tensor, number: float) -> Tensor:
+def like(tensor: Tensor, number: float) -> Tensor:
     """A float64 number on the device of a tensor."""
     return torch.tensor(number, dtype=torch.float64, device=tensor.device)
 

@@ -12,17 +12,24 @@ from kronfac.control import ROUNDING
 from kronfac.control.damping import LambdaSearch
 from kronfac.curvature import ApproximateInverse
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError, out_of_memory
+from kronfac.linearize import Linearizer
+from kronfac.settings import Settings
+from kronfac.step.background import prepare
 from kronfac.step.evaluation import RefusedError
-from kronfac.step.fisher_products import fisher_gram
-from kronfac.step.model_numbers import model_numbers
-from kronfac.step.proposal import Proposer
-from kronfac.step.refresh import prepare
+from kronfac.step.proposal import Proposer, model_numbers
+from kronfac.step.state import State, initial_gamma
+
+
+def with_first_damping(settings: Settings, proposer: Proposer, before: State) -> tuple[State, int]:
+    """The state with λ₀ and what γ makes of it, and the number of trial steps."""
+    lambda_, trials = first_lambda(proposer, settings.inverse, settings.damping.search)
+    damping = replace(before.damping, lambda_=lambda_)
+    gamma = initial_gamma(settings, damping, proposer.measurement.weight_decay)
+    return replace(before, damping=damping, gamma=gamma), trials
 
 
 def first_lambda(
-    proposer: Proposer,
-    inverse: ApproximateInverse,
-    search: LambdaSearch | None,
+    proposer: Proposer, inverse: ApproximateInverse, search: LambdaSearch | None
 ) -> tuple[float, int]:
     """λ₀ and the number of trials, starting at the proposer's λ or, if that is NaN, at the mean curvature.
 
@@ -96,7 +103,7 @@ def least_by_gradient(proposer: Proposer) -> float:
         return 0.0
     g, world = point.gradient, evaluation.portion.world
     try:
-        gram = fisher_gram(proposer.network, evaluation.batch, [g], world=world)
+        gram = Linearizer(proposer.network).fisher_gram(evaluation.batch, [g], world=world)
         found = model_numbers(point, proposer.curvature, [g], gram, proposer.rule.bounded)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):

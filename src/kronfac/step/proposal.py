@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from kronfac.control import (
+    Coefficients,
+    Matrix,
     Measurement,
     Step,
     StepRule,
@@ -22,14 +24,15 @@ from kronfac.control import (
 )
 from kronfac.control.base import inner
 from kronfac.curvature import Curvature, DampedInverse
+from kronfac.groups import PerParameter
 from kronfac.linalg import OuterProduct, dot, low_rank_pays
 from kronfac.linearize import Linearizer
 from kronfac.model import Matrices, Network
 from kronfac.record import Batch
 from kronfac.report import Stopwatch
 from kronfac.step.evaluation import Point, RefusedError
-from kronfac.step.fisher_products import fisher_gram, fisher_product
-from kronfac.step.model_numbers import Along, model_numbers
+
+ONE = PerParameter(1.0)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,10 @@ class Proposer:
     point: Point
     examples: Batch
     """S₂, which the exact Fisher is taken on."""
+    fisher_examples: int
+    """Examples of S₂ on all ranks."""
+    around: Linearizer
+    """With what the statistics have kept of J, if they are of the same examples."""
     curvature: Curvature
     """The moving averages."""
     rule: StepRule
@@ -73,10 +80,6 @@ class Proposer:
     measurement: Measurement
     """With λ, η and c."""
     watch: Stopwatch
-    around: Linearizer | None = None
-    """What the statistics have kept of J, if they are of the same examples."""
-    fisher_examples: int | None = None
-    """Examples of S₂ on all ranks; None if this one has all of them."""
 
     def propose(
         self, gamma: float, inverse: DampedInverse, decayed: Matrices | None = None
@@ -156,18 +159,12 @@ class Proposer:
     def _factor(self) -> float:
         """What the terms of S₂ count: examples of the whole mini-batch over those of S₂."""
         evaluation = self.point.evaluation
-        return evaluation.examples / (self.fisher_examples or self.examples.examples)
+        return evaluation.examples / self.fisher_examples
 
     def _fisher_gram(self, directions: Sequence[Matrices]) -> Tensor:
         """v_iᵀ F v_j on S₂."""
-        return fisher_gram(
-            self.network,
-            self.examples,
-            directions,
-            self._factor,
-            self.around,
-            self.point.evaluation.world,
-        )
+        world = self.point.evaluation.world
+        return self.around.fisher_gram(self.examples, directions, self._factor, world)
 
     def _directions(self, inverse: DampedInverse, decayed: Matrices | None) -> list[Matrices]:
         """Δ, and δ₀ with momentum."""
@@ -210,14 +207,8 @@ class Proposer:
     def _product(self, v: Matrices) -> Matrices:
         """(F + λI + H) v on S₂, H the diagonal matrix of η."""
         m = self.measurement
-        Fv = fisher_product(
-            self.network,
-            self.examples,
-            v,
-            self._factor,
-            self.around,
-            self.point.evaluation.world,
-        )
+        world = self.point.evaluation.world
+        Fv = self.around.fisher_product(self.examples, v, self._factor, world)
         decay = self.point.evaluation.weight_decay
         if not decay.uniform:
             parts = decay.times(self.network.parameters, self.network.split(v))
@@ -225,15 +216,16 @@ class Proposer:
         damping = m.lambda_ + (decay.usual if decay.uniform else 0.0)
         return tuple(torch.add(a, b, alpha=damping) for a, b in zip(Fv, v, strict=True))
 
-    def model_along(self, delta: Matrices) -> Along:
-        """M along a step that is none of `propose`'s, for one more J v."""
-        gram = self._fisher_gram([delta])
-        found = model_numbers(self.point, self.curvature, [delta], gram, self.rule.bounded)
+    def model_along(self, delta: Matrices) -> tuple[float, float, float]:
+        """∇hᵀδ, M(δ) − M(0) and the curvature share of a step that is none of `propose`'s, for one J v."""
+        found = model_numbers(
+            self.point, self.curvature, [delta], self._fisher_gram([delta]), self.rule.bounded
+        )
         if found is None:
             raise RefusedError("The curvature of the step is not finite.")
         (curvature,), (undamped,) = found.damped(self.measurement.lambda_)[0], found.damped(0.0)[0]
-        share = undamped / curvature if curvature > 0 else 1.0
-        return Along(found.slopes[0], curvature, share)
+        slope = found.slopes[0]
+        return slope, slope + curvature / 2, undamped / curvature if curvature > 0 else 1.0
 
 
 def _combine(directions: Sequence[Matrices], step: Step) -> tuple[Matrices, Matrices]:
@@ -254,3 +246,169 @@ def _shorten(delta: Matrices, momentum: Matrices, share: float) -> None:
     if share < 1:
         for V in delta if momentum is delta else (*delta, *momentum):
             V.mul_(share)
+
+
+@dataclass(frozen=True)
+class ModelNumbers:
+    """Numbers that the host needs to make a step of a proposal, in float64."""
+
+    fisher: Matrix
+    """v_iᵀFv_j."""
+    inner: Matrix
+    """v_iᵀv_j."""
+    decay: float | Matrix
+    """η, or v_iᵀHv_j with the diagonal matrix H of η if parameters differ in it."""
+    slopes: Coefficients
+    """∇hᵀv_j."""
+    returned: float
+    loss: float
+    squares: float
+    """‖θ‖², if the objective has it or the step is not bounded."""
+    penalty: float
+    """½ Σ_p η_p ‖p‖²."""
+
+    def damped(self, lambda_: float) -> Matrix:
+        """v_iᵀ(F + λI + H)v_j."""
+        if isinstance(self.decay, float):
+            return _sum(self.fisher, self.inner, lambda_ + self.decay)
+        return _sum(_sum(self.fisher, self.inner, lambda_), self.decay, 1.0)
+
+
+def model_numbers(
+    point: Point,
+    curvature: Curvature,
+    directions: Sequence[Matrices],
+    gram: Tensor,
+    bounded: bool,
+) -> ModelNumbers | None:
+    """Numbers from the step's one synchronisation; None if some are not finite, the factors included."""
+    evaluation = point.evaluation
+    count = len(directions)
+    products = _inner_products(directions, point.gradient)
+    eta, network = evaluation.weight_decay, evaluation.network
+    squares = [] if bounded and not eta else _squares(network)
+    apart = [] if eta.uniform else _decay_products(network, directions, eta)
+    probes = [number for block in curvature.blocks for number in block.probe()]
+    losses = [evaluation.returned_loss, evaluation.loss]
+    # What is to be added up is added up by the host: on a device every sum is a launch.
+    scalars = torch.stack([*products, *squares, *probes, *apart, *losses]).double()
+    numbers = torch.cat([gram.reshape(-1), scalars]).tolist()
+    if not all(map(math.isfinite, numbers)):
+        return None
+    fisher, rest = numbers[: count**2], numbers[count**2 :]
+    pairs = len(products) // len(point.gradient)
+    total = [sum(rest[i : len(products) : pairs]) for i in range(pairs)]
+    lower = [total[i * (i + 1) // 2 :][: i + 1] for i in range(count)]
+    returned, loss = rest[-2:]
+    norms = rest[len(products) :][: len(squares)]
+    decay: float | Matrix = eta.usual
+    penalty = eta.usual / 2 * sum(norms)
+    if not eta.uniform:
+        sums = rest[len(rest) - 2 - len(apart) : -2]
+        decay = [sums[i * count :][:count] for i in range(count)]
+        penalty = sum(eta[p] / 2 * n for p, n in zip(network.parameters, norms, strict=True))
+    return ModelNumbers(
+        fisher=[fisher[i * count :][:count] for i in range(count)],
+        inner=[[lower[max(i, j)][min(i, j)] for j in range(count)] for i in range(count)],
+        decay=decay,
+        slopes=total[-count:],
+        returned=returned,
+        loss=loss,
+        squares=sum(norms),
+        penalty=penalty,
+    )
+
+
+def _inner_products(directions: Sequence[Matrices], gradient: Matrices) -> list[Tensor]:
+    """v_iᵀv_j for j ≤ i, then ∇hᵀv_j, of one layer after the other.
+
+    All products of a layer in turn: they are bound by memory, and a layer's matrices stay in the cache.
+    """
+    products = []
+    for matrices in zip(*directions, gradient, strict=True):
+        *v, g = (M.reshape(-1) for M in matrices)
+        products += [torch.dot(v[i], v[j]) for i in range(len(v)) for j in range(i + 1)]
+        products += [torch.dot(g, v_j) for v_j in v]
+    return products
+
+
+def _decay_products(
+    network: Network, directions: Sequence[Matrices], eta: PerParameter
+) -> list[Tensor]:
+    """v_iᵀHv_j, row by row; each part by its parameter."""
+    parts = [[t.reshape(-1) for t in network.split(v)] for v in directions]
+    etas = [eta[p] for p in network.parameters]
+
+    def product(u: Sequence[Tensor], v: Sequence[Tensor]) -> Tensor:
+        terms = [torch.dot(a, b) * e for a, b, e in zip(u, v, etas, strict=True) if e]
+        return torch.stack(terms).sum()
+
+    return [product(u, v) for u in parts for v in parts]
+
+
+def _sum(A: Matrix, B: Matrix, weight: float) -> Matrix:
+    """A + weight · B."""
+    return [[a + weight * b for a, b in zip(*rows, strict=True)] for rows in zip(A, B, strict=True)]
+
+
+def _squares(network: Network) -> list[Tensor]:
+    """Terms of ‖θ‖²."""
+    flat = [p.reshape(-1) for p in network.parameters]
+    return [torch.dot(p, p) for p in flat]
+
+
+def apply_rates(proposer: Proposer, proposal: Proposal, rates: PerParameter) -> Proposal:
+    """The proposal times the learning rate of each parameter's group; with 0 for all, no step at all.
+
+    α and μ are solved for lr = 1. With L the diagonal matrix of learning rates the applied step is L δ, and
+
+        M(Lδ) − M(0) = ∇hᵀLδ + ½ (Lδ)ᵀ(F + λI + H)Lδ,   H the diagonal matrix of η.
+
+    One lr for all parameters needs no further product: l ∇hᵀδ + ½ l² δᵀ(F + λI + H)δ.
+
+    The momentum buffer is Lδ over the largest learning rate. The common factor makes no difference where μ
+    is solved for; where the buffer is a memory of many steps, these count as what they are at lr = 1, or a
+    schedule would make the memory shorter.
+    """
+    largest, step = rates.largest, proposal.step
+    if rates.uniform and largest == 1:
+        return proposal
+    if largest == 0:
+        nothing = tuple(torch.zeros_like(V) for V in proposal.delta)
+        momentum = nothing if proposer.state.momentum is None else proposer.state.momentum
+        still = replace(step, predicted_change=0.0, slope=0.0)
+        return replace(
+            proposal, step=still, delta=nothing, momentum=momentum, slope=0.0, change=None
+        )
+    shared = proposal.momentum is proposal.delta
+    network = proposer.network
+    if rates.uniform:
+        delta = tuple(V * largest for V in proposal.delta)
+        slope = largest * proposal.slope
+        bend = largest**2 * (step.predicted_change - proposal.slope)
+        return replace(
+            proposal,
+            step=replace(step, predicted_change=slope + bend, slope=slope),
+            delta=delta,
+            slope=slope,
+            change=None,
+        )
+    delta = _times(network, rates, proposal.delta)
+    relative = PerParameter(
+        rates.usual / largest, {p: rate / largest for p, rate in rates.others.items()}
+    )
+    momentum = _times(network, relative, proposal.delta if shared else proposal.momentum)
+    slope, change, share = proposer.model_along(delta)
+    return replace(
+        proposal,
+        step=Step(step.coefficients, change, slope, step.remembered),
+        delta=delta,
+        momentum=momentum,
+        slope=slope,
+        curvature_share=share,
+        change=None,
+    )
+
+
+def _times(network: Network, rates: PerParameter, vector: Matrices) -> Matrices:
+    return network.join(rates.times(network.parameters, network.split(vector)))

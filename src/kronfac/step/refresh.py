@@ -1,326 +1,217 @@
-"""A refresh of the inverse: damped inverses for all candidates for γ, at once or in the background.
+"""A refresh of the inverse: candidates for γ, each carried to a step, and failed blocks [MG15 §6.6].
 
-In the background they are computed beside the training, from the factors of the iteration that starts the
-refresh, and are used from an iteration on that is fixed when it starts: never "when ready", so that a run
-does not depend on how fast the machine is. A step that comes to it earlier waits.
+Pure; a refresh that starts in the background is begun by the optimizer when the step is committed. A block
+without a usable inverse is repaired by itself: more damping, its last inverse, or the plain gradient.
+float64 and jitter have been tried before (`linalg/spd.py`). An inverse is usable if all of its numbers are
+finite: a decomposition may fail without a word.
 """
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import Protocol, TypeVar, cast
+import math
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
+from kronfac.control import Measurement
 from kronfac.curvature import ApproximateInverse, Curvature, DampedInverse
-from kronfac.curvature.inverse import (
-    Failed,
-    Piece,
-    PreparedInverse,
-    length_of,
-    without_unusable,
-)
-from kronfac.distributed import World
-from kronfac.errors import (
-    MemoryExhaustedError,
-    NonFiniteError,
-    NotPositiveDefiniteError,
-    out_of_memory,
-)
-from kronfac.linalg import Failure, in_background
-from kronfac.storage import Storable, Unpacker, pack, tensors_in
+from kronfac.curvature.diagonal import DiagonalOperator
+from kronfac.curvature.inverse import Piece, usable, without_unusable
+from kronfac.errors import MemoryExhaustedError, NonFiniteError, NotPositiveDefiniteError
+from kronfac.model import Matrices
+from kronfac.report import Event, EventKind
+from kronfac.settings import Settings
+from kronfac.step.background import Computed, ComputedByRanks, Outcomes, Refresh
+from kronfac.step.evaluation import Point
+from kronfac.step.proposal import Proposal, Proposer
+from kronfac.step.state import CurrentInverse, State
 
-T = TypeVar("T")
-Outcome = DampedInverse | Failure
-_FAILURES = (NonFiniteError, NotPositiveDefiniteError)
+MORE_DAMPING = (10.0, 100.0)
+"""Factors of γ that are tried, one after the other, for a block that has no inverse."""
 
 
-class Outcomes(Protocol):
-    """The inverse for each candidate, or why there is none."""
+@dataclass(frozen=True)
+class Chosen:
+    """The best proposal, and what became of the inverse."""
 
-    def begin(self) -> None:
-        """Compute them in the background; once is enough."""
-        ...
-
-    def give_up(self) -> None:
-        """They are not wanted any more."""
-        ...
-
-    def __iter__(self) -> Iterator[Outcome]:
-        """In the order of the candidates."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class Refresh:
-    """One refresh of the inverse: to be computed, under way or done."""
-
-    iteration: int
-    """Iteration of the factors that it is computed from."""
-    adoption: int
-    """The iteration that makes the first step with it."""
-    lambda_: float
-    """λ when it started."""
+    proposal: Proposal
     candidates: tuple[float, ...]
-    """The γ's to be tried."""
-    outcomes: Outcomes
+    """The γ's that it was the best of; empty if the inverse was not refreshed."""
+    current: CurrentInverse
+    refresh: Refresh | None
+    measurement: Measurement
+    """With a summary of the factors, if a refresh started in this step."""
 
 
-class Computed:
-    """Outcomes that are computed when they are asked for, unless that was begun before."""
-
-    def __init__(
-        self, inverse: ApproximateInverse, curvature: Curvature, candidates: tuple[float, ...]
-    ) -> None:
-        self._inverse, self._curvature, self._candidates = inverse, curvature, candidates
-        held = tensors_in(curvature)  # none if a rank has but units that are left as they are
-        self._device = held[0].device if held else torch.device("cpu")
-        self._future: Future[list[Outcome]] | None = None
-        self._process = os.getpid()
-
-    def begin(self) -> None:
-        """In a thread, and on a GPU in a stream, of its own."""
-        if self._future is None:
-            self._future = in_background(self._work(_side_stream(self._device)))
-
-    def give_up(self) -> None:
-        """Not to be begun any more; what is under way goes on to its end."""
-        if self._future is not None:
-            self._future.cancel()
-
-    def __iter__(self) -> Iterator[Outcome]:
-        done = self._done()
-        if done is None:
-            return self._compute()  # as it is: a loop here would hold one while the next is made
-        if self._device.type == "cuda":
-            for tensor in tensors_in(done):  # or its memory could be given away while in use
-                tensor.record_stream(torch.cuda.current_stream(self._device))
-        return iter(done)
-
-    def _done(self) -> list[Outcome] | None:
-        """What the background found; None if it can't tell, and they have to be computed here."""
-        # A forked process has the future and not its thread.
-        if self._future is None or self._process != os.getpid():
-            return None
-        try:
-            done = self._future.result()
-        except Exception:  # a step can be tried again
-            return None
-        # Beside the training there may be no memory that there is after it.
-        return None if any(isinstance(o, MemoryExhaustedError) for o in done) else done
-
-    def _compute(self) -> Iterator[Outcome]:
-        """One at a time, so that memory need not hold them all."""
-        prepared = _attempt(lambda: self._inverse.prepare(self._curvature))
-        for gamma in self._candidates:
-            if isinstance(prepared, Failure):
-                yield prepared
-            else:
-                yield _attempt(partial(prepared.damped, gamma))
-
-    def _work(self, stream: torch.cuda.Stream | None) -> Callable[[], list[Outcome]]:
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            for tensor in tensors_in(self._curvature):
-                tensor.record_stream(stream)
-
-        def work() -> list[Outcome]:
-            with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
-                outcomes = list(self._compute())
-                if stream is not None:
-                    stream.synchronize()  # of this thread alone: what is ready is ready for all
-            return outcomes
-
-        return work
+def best_proposal(
+    settings: Settings, proposer: Proposer, before: State, events: list[Event]
+) -> Chosen:
+    """The proposal with the lowest M(δ), or h(θ + δ), among the candidates for γ [§6.6]."""
+    point, watch, stale = proposer.point, proposer.watch, before.current
+    assert before.gamma is not None
+    refresh, m = _refresh(settings, proposer, before)
+    if stale is not None and (refresh is None or refresh.adoption > m.iteration):
+        proposal = proposer.propose(before.gamma.gamma, stale.inverse, stale.decayed)
+        return Chosen(proposal, (), stale, refresh, m)
+    assert refresh is not None
+    best: Proposal | None = None
+    failure: Exception | None = None
+    with watch("inverse"):
+        outcomes = iter(refresh.outcomes)  # waits for those from the background
+    for gamma in refresh.candidates:
+        with watch("inverse"):
+            outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            failure = outcome
+            memory = isinstance(failure, MemoryExhaustedError)
+            kind = EventKind.OUT_OF_MEMORY if memory else EventKind.CANDIDATE_FAILED
+            events.append(Event(kind, f"γ = {gamma:.4g}: {failure}"))
+            continue
+        with watch("inverse"):
+            outcome, repaired = repair(settings, proposer, stale, gamma, outcome)
+            events += repaired
+        with watch("inverse"):
+            decayed = _decay_part(settings, outcome, point)
+        proposal = proposer.propose(gamma, outcome, decayed)
+        several = len(refresh.candidates) > 1
+        if several and settings.gamma.criterion == "objective":
+            proposal = _with_change(proposer, proposal)
+        best = proposal if best is None or _value(proposal) < _value(best) else best
+        # Nothing is left of the loser when the next one is made.
+        del outcome, decayed, proposal
+    if best is not None:
+        current = CurrentInverse(best.inverse, refresh.iteration, refresh.lambda_, best.decayed)
+        return Chosen(best, refresh.candidates, current, None, m)
+    assert failure is not None
+    point.check_finite(proposer.curvature)
+    if stale is None:
+        gamma = before.gamma.gamma
+        inverse = plain_inverse(proposer.curvature, gamma, point.gradient)
+        events.append(
+            Event(EventKind.BLOCK_PLAIN, f"The plain gradient is used for all units: {failure}")
+        )
+        current = CurrentInverse(inverse, refresh.iteration, refresh.lambda_, None)
+        return Chosen(proposer.propose(gamma, inverse), (), current, None, m)
+    events.append(Event(EventKind.REFRESH_FAILED, f"The inverse stays as it was: {failure}"))
+    proposal = proposer.propose(before.gamma.gamma, stale.inverse, stale.decayed)
+    return Chosen(proposal, (), stale, None, m)
 
 
-class ComputedByRanks:
-    """Outcomes of which every rank computes those of its own units and receives the others'.
-
-    So all ranks have the same inverse to the last bit, which they would not if each had computed all of it.
-
-    Args:
-        inverse: how the curvature is inverted.
-        curvature: the same on all ranks.
-        candidates: the γ's.
-        world: the ranks.
-    """
-
-    def __init__(
-        self,
-        inverse: ApproximateInverse,
-        curvature: Curvature,
-        candidates: tuple[float, ...],
-        world: World,
-    ) -> None:
-        self._world, self._candidates = world, candidates
-        held = tensors_in(curvature)  # none if all units are left as they are
-        self._device = held[0].device if held else torch.device("cpu")
-        owners = _owners(curvature, world)
-        self._units = [
-            [n for n, owner in enumerate(owners) if owner == rank] for rank in range(world.size)
-        ]
-        """The units of every rank."""
-        own = self._units[world.rank]
-        self._own: Computed | None = None
-        if own:
-            part = curvature.of_units(own)
-            self._own = Computed(inverse, part, candidates)
-
-    def begin(self) -> None:
-        """Compute this rank's part in the background."""
-        if self._own is not None:
-            self._own.begin()
-
-    def give_up(self) -> None:
-        """Not to be begun any more."""
-        if self._own is not None:
-            self._own.give_up()
-
-    def __iter__(self) -> Iterator[Outcome]:
-        outcomes = iter(()) if self._own is None else iter(self._own)
-        for _ in self._candidates:
-            yield self._exchange(self._pieces(next(outcomes, None)))
-
-    def _pieces(self, outcome: Outcome | None) -> Sequence[Piece]:
-        """This rank's inverses, or why there is none."""
-        if outcome is None:
-            return ()
-        if isinstance(outcome, Failure):
-            return [Failed(str(outcome)) for _ in self._units[self._world.rank]]
-        return without_unusable(outcome.pieces)
-
-    def _exchange(self, own: Sequence[Piece]) -> DampedInverse:
-        """The inverse with the pieces of all ranks."""
-        packed = [pack(piece) for piece in own]
-        pieces: dict[int, Piece] = {}
-        for units, received in zip(
-            self._units, self._world.exchange(packed, self._device, "refresh"), strict=True
-        ):
-            unpacker, start = Unpacker(self._device), 0
-            for item in received:
-                piece = cast(Piece, unpacker.unpack(Storable, item))
-                pieces[units[start]] = piece
-                start += length_of(piece)
-        return DampedInverse(tuple(pieces[n] for n in sorted(pieces)))
+def _refresh(
+    settings: Settings, proposer: Proposer, before: State
+) -> tuple[Refresh | None, Measurement]:
+    """The refresh that is under way, or one that starts at this iteration, or none."""
+    m, current, under_way = proposer.measurement, before.current, before.refresh
+    assert before.gamma is not None
+    if under_way is not None:  # its inverse is not in use yet, but soon will be
+        m = replace(m, inverse_lambda=under_way.lambda_)
+    drifted = m.inverse_lambda is not None and settings.gamma.due(before.gamma, m)
+    if under_way is not None and not drifted:
+        return under_way, m
+    last = 0 if current is None else current.iteration
+    if not (current is None or drifted or settings.intervals.refreshes(m.iteration, last)):
+        return None, m
+    m = replace(
+        m,
+        drifted=drifted,
+        sampling_error=proposer.curvature.sampling_error(),
+        mean_curvature=proposer.curvature.mean(),
+    )
+    candidates = settings.gamma.candidates(before.gamma, m)
+    # γ has to follow at once if λ has moved far; and without an inverse there is no step.
+    lag = 0 if drifted or current is None else settings.intervals.lag(m.iteration)
+    made = (settings.inverse, proposer.curvature, candidates)
+    world = proposer.point.evaluation.world
+    outcomes: Outcomes = Computed(*made) if world.size == 1 else ComputedByRanks(*made, world)
+    return Refresh(m.iteration, m.iteration + lag, m.lambda_, candidates, outcomes), m
 
 
-def _owners(curvature: Curvature, world: World) -> list[int]:
-    """The rank that inverts each unit; units of a chain are inverted together."""
-    chains: list[list[int]] = []
-    for n in range(len(curvature.blocks)):
-        if n > 0 and curvature.links and curvature.links[n - 1] is not None:
-            chains[-1].append(n)
-        else:
-            chains.append([n])
-    costs = [sum(map(_cost, tensors_in([curvature.blocks[n] for n in c]))) for c in chains]
-    owners = [0] * len(curvature.blocks)
-    for chain, rank in zip(chains, world.assign(costs), strict=True):
-        for n in chain:
-            owners[n] = rank
-    return owners
+def _decay_part(settings: Settings, inverse: DampedInverse, point: Point) -> Matrices | None:
+    """η F̆⁻¹θ, kept apart for the low-rank route, also if the gradient has come by another one [§8]."""
+    evaluation = point.evaluation
+    network, decay = evaluation.network, evaluation.weight_decay
+    shapes = [unit.shape for unit in network.units]
+    if not decay or not settings.inverse.wants_factors(shapes, evaluation.examples, decay.largest):
+        return None
+    if decay.uniform:
+        return tuple(U * decay.usual for U in inverse.mv(network.theta()))
+    return inverse.mv(network.join(decay.times(network.parameters, network.parameters)))
 
 
-def _cost(M: Tensor) -> float:
-    """Multiplications of an inverse, up to a factor: n³ for a matrix, else the number of elements."""
-    square = M.dim() > 1 and M.shape[-1] == M.shape[-2]
-    return float(M.numel() * (M.shape[-1] if square else 1))
+def _with_change(proposer: Proposer, proposal: Proposal) -> Proposal:
+    """The proposal with h(θ + δ) − h(θ); NaN is never the lowest."""
+    with proposer.watch("reduction_ratio"):
+        change = proposer.point.evaluation.change(proposal.delta)
+    return replace(proposal, change=math.inf if math.isnan(change) else change)
 
 
-def prepare(inverse: ApproximateInverse, curvature: Curvature, world: World) -> PreparedInverse:
-    """The part of an inverse that all γ share; with several ranks each inverts some of the units."""
-    if world.size == 1:
-        return inverse.prepare(curvature)
-    return _PreparedByRanks(inverse, curvature, world)
+def _value(proposal: Proposal) -> float:
+    """What the best proposal has lowest."""
+    return proposal.step.predicted_change if proposal.change is None else proposal.change
 
 
-@dataclass(frozen=True)
-class _PreparedByRanks:
-    inverse: ApproximateInverse
-    curvature: Curvature
-    world: World
-
-    def damped(self, gamma: float) -> DampedInverse:
-        (outcome,) = ComputedByRanks(self.inverse, self.curvature, (gamma,), self.world)
-        assert isinstance(outcome, DampedInverse)
-        return outcome
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """Outcomes from a file."""
-
-    outcomes: list[Outcome]
-
-    def begin(self) -> None:
-        pass
-
-    def give_up(self) -> None:
-        pass
-
-    def __iter__(self) -> Iterator[Outcome]:
-        return iter(self.outcomes)
-
-
-def _attempt(compute: Callable[[], T]) -> T | Failure:
-    try:
-        return compute()
-    except _FAILURES as failure:
-        return failure.with_traceback(None)  # which holds what it was computed from
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        said = str(error).strip().splitlines() or ["MemoryError"]
-        return MemoryExhaustedError(f"There is no memory for the inverse: {said[0]}")
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """One stream per device: torch keeps memory for every stream there ever was."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
-# --------------------------------------------------------------------------------------------- saving
-
-
-@dataclass(frozen=True)
-class SavedRefresh:
-    """A refresh with its outcomes, which can be saved."""
-
-    iteration: int
-    adoption: int
-    lambda_: float
-    candidates: tuple[float, ...]
-    inverses: tuple[DampedInverse | str, ...]
-    """Or why there is none."""
-
-    def __post_init__(self) -> None:
-        if not len(self.candidates) == len(self.inverses) > 0:
-            raise ValueError(
-                f"it must have an outcome for each candidate; got {len(self.inverses)} outcomes for "
-                f"{len(self.candidates)} candidates."
+def repair(
+    settings: Settings,
+    proposer: Proposer,
+    stale: CurrentInverse | None,
+    gamma: float,
+    damped: DampedInverse,
+) -> tuple[DampedInverse, list[Event]]:
+    """The inverse with something usable in the place of every block that is not; and what that is."""
+    units, curvature = proposer.network.units, proposer.curvature
+    pieces = without_unusable(damped.pieces)
+    if any(a is not b for a, b in zip(pieces, damped.pieces, strict=False)):
+        damped = replace(damped, pieces=tuple(pieces))
+    if not damped.failures:
+        return damped, []
+    events: dict[EventKind, list[str]] = {}
+    mended: dict[int, Piece] = {}
+    for n, message in damped.failures:
+        named = f"{units[n].name!r} ({message})"
+        piece = _more_damped(settings.inverse, curvature, gamma, n)
+        kind = EventKind.BLOCK_DAMPED
+        if piece is None:
+            piece, kind = (
+                None if stale is None else stale.inverse.of_unit(n),
+                EventKind.BLOCK_FAILED,
             )
+        if piece is None or not usable(piece):
+            piece, kind = plain(curvature, gamma, n, proposer.point.gradient), EventKind.BLOCK_PLAIN
+        mended[n] = piece
+        events.setdefault(kind, []).append(named)
+    said = {
+        EventKind.BLOCK_DAMPED: "more damping is used for",
+        EventKind.BLOCK_FAILED: "the last good inverse is kept of",
+        EventKind.BLOCK_PLAIN: "the plain gradient is used for",
+    }
+    return damped.repaired(mended), [
+        Event(kind, f"γ = {gamma:.4g}: {said[kind]} {', '.join(names)}.")
+        for kind, names in events.items()
+    ]
 
-    @classmethod
-    def of(cls, refresh: Refresh) -> "SavedRefresh":
-        """Wait for the outcomes; with several ranks, all of them have to."""
-        outcomes = tuple(str(o) if isinstance(o, Exception) else o for o in refresh.outcomes)
-        numbers = refresh.iteration, refresh.adoption, refresh.lambda_, refresh.candidates
-        return cls(*numbers, outcomes)
 
-    @property
-    def finished(self) -> list[DampedInverse]:
-        """The inverses that there are."""
-        return [inverse for inverse in self.inverses if not isinstance(inverse, str)]
+def plain_inverse(curvature: Curvature, gamma: float, gradient: Matrices) -> DampedInverse:
+    """The plain gradient for all blocks, if there is no memory for any inverse."""
+    numbers = range(len(curvature.blocks))
+    return DampedInverse(tuple(plain(curvature, gamma, n, gradient) for n in numbers))
 
-    def restored(self) -> Refresh:
-        """The refresh, done."""
-        outcomes: list[Outcome] = [
-            NotPositiveDefiniteError(o) if isinstance(o, str) else o for o in self.inverses
-        ]
-        numbers = self.iteration, self.adoption, self.lambda_, self.candidates
-        return Refresh(*numbers, _Loaded(outcomes))
+
+def plain(curvature: Curvature, gamma: float, n: int, gradient: Matrices) -> DiagonalOperator:
+    """I / (tr F / dim F + γ²): the gradient of one unit, as long as its mean curvature makes it."""
+    block = curvature.blocks[n]
+    mean = float(block.trace()) / block.size
+    curved = (mean if 0 < mean < math.inf else 0.0) + gamma**2
+    scale = 1 / curved if curved > 1 / torch.finfo(gradient[n].dtype).max else 1.0
+    return DiagonalOperator(torch.full_like(gradient[n], scale))
+
+
+def _more_damped(
+    strategy: ApproximateInverse, curvature: Curvature, gamma: float, n: int
+) -> Piece | None:
+    alone = Curvature((curvature.blocks[n],), (), curvature.examples)
+    for factor in MORE_DAMPING:
+        try:
+            (piece,) = strategy.prepare(alone).damped(factor * gamma).pieces
+        except (NonFiniteError, NotPositiveDefiniteError):
+            continue
+        if usable(piece):
+            return piece
+    return None

@@ -6,7 +6,7 @@ passes show, which is copied.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,16 +15,19 @@ from kronfac.check import NOT_ZEROED_WARNING, check
 from kronfac.control import Pending
 from kronfac.distributed import World
 from kronfac.groups import PerParameter
-from kronfac.model import restore
+from kronfac.model import Matrices, restore
 from kronfac.model.own_pass import Context, full_precision
 from kronfac.report import REJECTED_BY, Event, EventKind, StepReport, Stopwatch
-from kronfac.step.collect import evaluate_closure, evaluate_loop
+from kronfac.settings import Settings
+from kronfac.step.collect import Scaling, evaluate_closure, evaluate_loop, join_ranks
 from kronfac.step.commit import Snapshot, Stepping, all_or_nothing, uninterrupted
-from kronfac.step.compute import Transition, agree, compute_step
-from kronfac.step.evaluation import Evaluation, Point, RefusedError, join_ranks
-from kronfac.step.grad_scaler import Scaling
+from kronfac.step.evaluation import Evaluation, Point, RefusedError
+from kronfac.step.examples import choose_examples, update_curvature
+from kronfac.step.first_damping import with_first_damping
+from kronfac.step.proposal import ONE, Proposer, apply_rates
+from kronfac.step.refresh import best_proposal
 from kronfac.step.state import State
-from kronfac.step.validation import Validation, validate
+from kronfac.step.validation import Validation, compare_average, pending, validate, with_average
 from kronfac.warn import warn
 
 Closure = Callable[[], Any]
@@ -76,6 +79,15 @@ def _end_loop(optimizer: Stepping, closure: Closure | None, snapshot: Snapshot) 
     if all(id(record) in kept for record in earlier):
         return True, returned
     return False, None
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A step, computed and not yet taken."""
+
+    delta: Matrices
+    state: State
+    report: StepReport
 
 
 class _Attempt:
@@ -260,3 +272,135 @@ class _Attempt:
 
     def _per_parameter(self, key: str) -> PerParameter:
         return PerParameter.of_groups(self.optimizer.param_groups, key)
+
+
+def compute_step(
+    settings: Settings,
+    point: Point,
+    before: State,
+    watch: Stopwatch,
+    *,
+    outlier: bool = False,
+    rates: PerParameter = ONE,
+) -> Transition:
+    """The step from `point` and the state after it.
+
+    From a mini-batch whose loss is an `outlier`, it is a step for the next one to validate. All is solved
+    for a learning rate of 1; the step that is taken, and what is predicted for it, are by `rates`.
+
+    Raises:
+        RefusedError: loss, gradient, statistics or step are not finite.
+    """
+    events: list[Event] = []
+    evaluation = point.evaluation
+    m = before.measure(evaluation)
+    with watch("reduction_ratio"):
+        step_state = compare_average(settings, evaluation, before.step, m)
+    with watch("statistics"):
+        some = choose_examples(settings, evaluation, m)
+        curvature, current, generator = update_curvature(settings, evaluation, some, before, m)
+        before = replace(before, current=current)
+    proposer = Proposer(
+        point,
+        some.fisher,
+        some.fisher_total,
+        some.around,
+        curvature,
+        settings.step_rule,
+        step_state,
+        m,
+        watch,
+    )
+    trials = 0
+    rule = settings.damping
+    looks = rule.search is not None or rule.floored or math.isnan(m.lambda_)
+    if m.iteration == 1 and looks:
+        with watch("first_lambda"):
+            before, trials = with_first_damping(settings, proposer, before)
+        m = before.measure(evaluation)
+        proposer = replace(proposer, measurement=m)
+    chosen = best_proposal(settings, proposer, before, events)
+    with watch("step_rule"):
+        best = apply_rates(proposer, chosen.proposal, rates)
+        if lost := evaluation.lost_to_clipping(best.delta, best.slope):
+            step = replace(best.step, predicted_change=best.step.predicted_change + lost)
+            best = replace(best, step=step, slope=best.slope + lost)
+    if not evaluation.loss_seen:
+        events.append(_LOSS_NOT_SEEN)
+    predicted = best.step.predicted_change
+    after = replace(
+        chosen.measurement,
+        loss=best.loss,
+        gamma=best.gamma,
+        candidates=chosen.candidates,
+        predicted_change=predicted,
+        curvature_share=best.curvature_share,
+    )
+    damping, rho = before.damping, None
+    if settings.damping.measures(m.iteration) == "own" and predicted != 0:
+        with watch("reduction_ratio"):
+            change = best.change
+            if change is None:
+                change = evaluation.change(best.delta)
+        rho = change / predicted
+        # Without re-scaling M may predict a rise, for which ρ ≈ 1 says nothing good.
+        after = replace(after, rho=math.nan if predicted > 0 else rho)
+        damping = settings.damping.update(damping, after)
+    assert before.gamma is not None
+    alpha, *mu = best.step.coefficients
+    memory = settings.step_rule.long_memory
+    return Transition(
+        delta=best.delta,
+        state=State(
+            iteration=m.iteration,
+            generator=generator,
+            damping=damping,
+            gamma=settings.gamma.update(before.gamma, after),
+            step=with_average(settings, evaluation, replace(step_state, momentum=best.momentum), m),
+            acceptance=replace(
+                before.acceptance,
+                pending=pending(settings, evaluation, before, best, m, outlier),
+            ),
+            curvature=curvature,
+            current=chosen.current,
+            refresh=chosen.refresh,
+            gradients=before.gradients,
+        ),
+        report=StepReport(
+            iteration=m.iteration,
+            loss=best.loss,
+            lambda_=damping.lambda_,
+            gamma=best.gamma,
+            alpha=alpha,
+            mu=mu[0] if mu else None,
+            rho=rho,
+            predicted_change=predicted,
+            examples=m.examples,
+            mean_loss=best.loss / (m.examples if m.summed else 1),
+            memory=1.0 if memory is None else memory.horizon(step_state.memory, m),
+            trials=trials,
+            seconds=watch.seconds,
+            events=tuple(events),
+        ),
+    )
+
+
+_LOSS_NOT_SEEN = Event(
+    EventKind.LOSS_NOT_SEEN,
+    "The closure's loss is not the loss module's value on the model's outputs; the curvature is that of "
+    "the loss module, and ρ calls the closure again.",
+)
+
+
+def agree(evaluation: Evaluation, outcome: Transition | RefusedError) -> None:
+    """Let no rank take a step before all of them have the same one.
+
+    Raises:
+        RankError: they have not.
+    """
+    step = [0.0] * 4
+    if isinstance(outcome, Transition):
+        r = outcome.report
+        step = [1.0, r.loss, r.predicted_change or 0.0, r.alpha or 0.0]
+    what = "steps (taken, loss, predicted change, α)"
+    evaluation.world.agree(step, "commit", what)

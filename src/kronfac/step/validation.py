@@ -3,15 +3,16 @@
 Pure; θ is rolled back by `take.py` if the step is rejected.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
-from kronfac.control import Losses, Pending, Verdict
+from kronfac.control import Kept, Losses, Measurement, Pending, StepState, Verdict
 from kronfac.report import REJECTED_BY, Event, EventKind
 from kronfac.settings import Settings
 from kronfac.step.evaluation import Evaluation
-from kronfac.step.measure import measure
+from kronfac.step.proposal import Proposal
 from kronfac.step.state import State
 
 
@@ -36,7 +37,7 @@ def validate(settings: Settings, evaluation: Evaluation, state: State) -> Valida
     if pending is None:
         return Validation(state)
     loss, penalty = _read(evaluation)
-    m = measure(evaluation, state)
+    m = state.measure(evaluation)
     found = replace(m, loss=loss)
     in_turn = pending.validate or settings.damping.measures(m.iteration) == "next"
     if not in_turn and not acceptance.suspects(state.acceptance, found, penalty):
@@ -79,3 +80,56 @@ def _validation(
     message = f"The last step is rejected: {verdict.cause}"
     event = Event(EventKind.REJECTED, message, REJECTED_BY[verdict.reason])
     return Validation(after, verdict.rho, pending, event)
+
+
+def pending(
+    settings: Settings,
+    evaluation: Evaluation,
+    before: State,
+    best: Proposal,
+    m: Measurement,
+    outlier: bool,
+) -> Pending:
+    """What the next mini-batch needs to validate this step, and to roll it back."""
+    validate = outlier or (best.far and m.noise is not None)
+    keep = validate or best.far or settings.damping.measures(m.iteration + 1) == "next"
+    keep = keep and settings.acceptance.rejection is not None
+    return Pending(
+        delta=best.delta,
+        examples=m.examples,
+        loss=best.loss,
+        penalty=best.penalty,
+        predicted_change=best.step.predicted_change,
+        curvature_share=best.curvature_share,
+        kept=Kept(evaluation.network.theta(), before.step.momentum) if keep else None,
+        validate=validate,
+    )
+
+
+def compare_average(
+    settings: Settings, evaluation: Evaluation, state: StepState, m: Measurement
+) -> StepState:
+    """The step rule's memory after θ̄ was compared with θ on this mini-batch, if it is time to."""
+    memory = settings.step_rule.long_memory
+    if memory is None:
+        return state
+    remembered = memory.begin(state.memory, m)
+    if remembered.average is not None and memory.compares(remembered, m):
+        m = replace(m, loss=float(evaluation.loss))
+        pairs = zip(remembered.average, evaluation.network.theta(), strict=True)
+        lag = tuple(a - b for a, b in pairs)
+        if math.isfinite(m.loss or 0.0):
+            change = evaluation.change(lag)
+            remembered = memory.compare(remembered, m, change)
+    return replace(state, memory=remembered)
+
+
+def with_average(
+    settings: Settings, evaluation: Evaluation, state: StepState, m: Measurement
+) -> StepState:
+    """The step rule's memory with the θ that the step starts from in θ̄."""
+    memory = settings.step_rule.long_memory
+    if memory is None:
+        return state
+    theta = evaluation.network.theta() if memory.averages(m) else None
+    return replace(state, memory=memory.average(state.memory, m, theta))

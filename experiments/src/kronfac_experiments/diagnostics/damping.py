@@ -1,6 +1,6 @@
 """What the next step would improve, against its γ, with and without re-scaling and momentum [MG15 §6.4].
 
-The steps are computed by `kronfac.step.compute.compute_step` from the optimizer's own state, and not taken.
+The steps are computed by `kronfac.step.take.compute_step` from the optimizer's own state, and not taken.
 """
 
 import math
@@ -26,9 +26,9 @@ from kronfac.model.own_pass import full_precision
 from kronfac.report import Stopwatch
 from kronfac.settings import Settings
 from kronfac.step.collect import evaluate_closure
-from kronfac.step.compute import compute_step
 from kronfac.step.evaluation import Point, RefusedError
 from kronfac.step.state import State
+from kronfac.step.take import compute_step
 
 RULES: dict[str, StepRule] = {
     "re-scaling and momentum": QuadraticModel(bounded=False, memory=None),

@@ -41,7 +41,7 @@ class CurvatureExamples:
     """For every kind of loss call on S₁: terms on all ranks, and on those before this one."""
 
 
-def curvature_examples(
+def choose_examples(
     settings: Settings, evaluation: Evaluation, m: Measurement
 ) -> CurvatureExamples:
     """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8]."""
