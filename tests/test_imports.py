@@ -11,10 +11,11 @@ import pytest
 import kronfac
 
 PROGRAM = """
-import json, sys
+import gc, json, sys
 import torch
 before = set(sys.modules)
 import kronfac
+assert gc.isenabled()  # the import turns it off for a while
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
 LATER = (
