@@ -51,7 +51,7 @@ def launch(data, run, tmp_path, *words):
 
 def test_a_killed_run_that_is_resumed_equals_the_uninterrupted_one(data, tmp_path, capsys):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = launch(data, killed, tmp_path, *KFAC, "--iterations", 3000)
+    process = launch(data, killed, tmp_path, *KFAC, "--iterations", 10**6)
     wait_for_rows(killed, 30, process)
     process.kill()
     process.communicate()
@@ -70,11 +70,11 @@ def test_a_killed_run_that_is_resumed_equals_the_uninterrupted_one(data, tmp_pat
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_says_how_to_go_on(number, data, tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "a stopped run"
-    limit = ("--iterations", 3000)
+    limit = ("--iterations", 10**6)
     process = launch(data, stopped, tmp_path, "--optimizer", "nag", *limit)
     wait_for_rows(stopped, 30, process)
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 128 + number
     (line,) = err.splitlines()
     assert f"Continue with: kronfac train --resume '{stopped}'" in line

@@ -10,10 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
-from kronfac import KFAC, FixedDamping, FixedGamma, Intervals, QuadraticModel
-from kronfac.extend import BlockDiagonalInverse
+from kronfac import KFAC, FixedDamping, FixedGamma, QuadraticModel
 from tests.conftest import mlp, normal
 from tests.optimizer.runs import closure_of
 
@@ -187,25 +185,3 @@ LOSSES: dict[str, tuple[nn.Module, Tensor]] = {
 def test_a_loss(name, own):
     loss, y = LOSSES[name]
     assert_dense_step(mlp([4, 5, 3]), loss, normal(M, 4), y, own)
-
-
-# -------------------------------------------------------------------------------- the low-rank route
-
-
-def test_the_low_rank_route_makes_the_same_steps_with_a_closure_of_the_users_own():
-    models = [mlp([4, 30, 30, 3], seed=3) for _ in range(2)]
-    optimizers = [
-        KFAC(
-            model,
-            nn.MSELoss(),
-            weight_decay=0.2,
-            inverse=BlockDiagonalInverse(low_rank=True),
-            intervals=Intervals(inverse_interval=4),
-        )
-        for model in models
-    ]
-    for step in range(9):
-        x, y = normal(M, 4, seed=step), normal(M, 3, seed=9)
-        optimizers[0].step(optimizers[0].closure(x, y))
-        optimizers[1].step(closure_of(optimizers[1], nn.MSELoss(), x, y))
-    assert_close(vector(models[1]), vector(models[0]), rtol=1e-8, atol=1e-9)

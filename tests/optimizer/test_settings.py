@@ -33,7 +33,7 @@ from kronfac.extend import (
 from kronfac.linalg import KroneckerProduct, OuterProduct
 from tests.conftest import mlp, normal
 from tests.optimizer.pseudocode import Pseudocode, low_rank_is_cheaper
-from tests.optimizer.runs import agree, targets_for
+from tests.optimizer.runs import agree, closure_of, targets_for
 from tests.reference import dense
 
 LOSS = nn.MSELoss(reduction="sum")
@@ -244,24 +244,17 @@ def test_the_low_rank_route_is_taken_by_some_layers_and_not_by_others():
 
 
 def test_without_weight_decay_the_low_rank_route_is_the_plain_one():
-    optimizers = [
-        KFAC(
-            mlp(WIDTHS, seed=3),
-            LOSS,
-            **OURS | {"weight_decay": 0.0, "inverse": BlockDiagonalInverse(low_rank=low_rank)},
+    ends = []
+    for low_rank in (False, True, None):
+        inverse = BlockDiagonalInverse(low_rank=low_rank)
+        optimizer = KFAC(
+            mlp(WIDTHS, seed=3), LOSS, **OURS | {"weight_decay": 0.0, "inverse": inverse}
         )
-        for low_rank in (False, True, None)
-    ]
-    for step in range(STEPS):
-        for optimizer in optimizers:
+        for step in range(STEPS):
             optimizer.step(optimizer.closure(*data(step, cases=FEW)))
-        for other in optimizers[1:]:
-            assert_close(
-                dense.theta(other.model),
-                dense.theta(optimizers[0].model),
-                rtol=1e-8,
-                atol=1e-10,
-            )
+        ends.append(dense.theta(optimizer.model))
+    for other in ends[1:]:
+        assert_close(other, ends[0], rtol=1e-8, atol=1e-10)
 
 
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -293,18 +286,17 @@ def test_it_is_taken_by_itself_where_it_changes_nothing_and_saves_half(
 
 def test_nor_where_somebody_may_change_the_gradient(monkeypatch):
     found = products(monkeypatch)
-    optimizers = [
-        KFAC(mlp(WIDTHS, seed=3), LOSS, inverse=BlockDiagonalInverse(low_rank=low_rank))
-        for low_rank in (False, None)
-    ]
-    for optimizer in optimizers:
-        for parameter in optimizer.model.parameters():
+    ends = []
+    for low_rank in (False, None):
+        model = mlp(WIDTHS, seed=3)
+        optimizer = KFAC(model, LOSS, inverse=BlockDiagonalInverse(low_rank=low_rank))
+        for parameter in model.parameters():
             parameter.register_hook(lambda grad: 0.5 * grad)
         for step in range(3):
             optimizer.step(optimizer.closure(*data(step, cases=FEW)))
+        ends.append(dense.theta(model))
     assert not found
-    one, other = (dense.theta(optimizer.model) for optimizer in optimizers)
-    assert torch.equal(one, other)
+    assert torch.equal(*ends)
 
 
 def test_nor_if_weight_decay_has_come_since_the_closure_was_made(monkeypatch):
@@ -316,18 +308,23 @@ def test_nor_if_weight_decay_has_come_since_the_closure_was_made(monkeypatch):
     assert not found
 
 
-@pytest.mark.parametrize("chunk", [None, 2])
-def test_with_weight_decay_its_part_is_that_of_the_last_refresh(chunk):
+WAYS = {
+    "whole": lambda optimizer, x, y: optimizer.closure(x, y),
+    "chunks": lambda optimizer, x, y: optimizer.closure(x, y, chunk=2),
+    "own closure": lambda optimizer, x, y: closure_of(optimizer, LOSS, x, y),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_with_weight_decay_its_part_is_that_of_the_last_refresh(way):
     model = mlp(WIDTHS, seed=3)
     inverse = BlockDiagonalInverse(low_rank=True)
     optimizer = KFAC(model, LOSS, **OURS | {"weight_decay": 0.2, "inverse": inverse})
-    expected = Pseudocode(
-        model, LOSS, **THEIRS | {"eta": 0.2, "low_rank": True, "gamma_min": math.sqrt(0.2)}
-    )
-    plain = Pseudocode(model, LOSS, **THEIRS | {"eta": 0.2, "gamma_min": math.sqrt(0.2)})
+    theirs = THEIRS | {"eta": 0.2, "gamma_min": math.sqrt(0.2)}
+    expected, plain = (Pseudocode(model, LOSS, low_rank=low, **theirs) for low in (True, False))
     for step in range(STEPS):
         x, y = data(step, cases=FEW)
-        agree(optimizer, expected, x, y, optimizer.closure(x, y, chunk=chunk))
+        agree(optimizer, expected, x, y, WAYS[way](optimizer, x, y))
         plain.step(x, y)
     # That it was stale in between shows in the result.
     difference = dense.theta(plain.model) - dense.theta(expected.model)
