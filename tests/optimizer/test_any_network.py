@@ -6,6 +6,7 @@ loss is called with, H the Hessian of the loss there. For the likelihoods here t
 
 import copy
 from collections.abc import Callable
+from types import MethodType
 
 import pytest
 import torch
@@ -117,11 +118,19 @@ def without_its_bias() -> nn.Module:
     return model
 
 
+def with_another_forward() -> nn.Module:
+    """A layer whose `forward` was replaced."""
+    model = mlp([4, 5, 3])
+    model[0].forward = MethodType(lambda self, x: nn.Linear.forward(self, x).clamp(-1, 1), model[0])
+    return model
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
     "tied": (tied, (M, 4), (M, 3)),
     "used twice": (UsedTwice, (M, 4), (M, 3)),
     "places": (lambda: mlp([4, 5, 3]), (M, 2, 4), (M, 2, 3)),
     "flattened": (Flattened, (M, 2, 4), (2 * M, 3)),
+    "another forward": (with_another_forward, (M, 4), (M, 3)),
     "frozen bias": (without_its_bias, (M, 4), (M, 3)),
     "dropout that is off": (
         lambda: nn.Sequential(*mlp([4, 5]), nn.Dropout(), *mlp([5, 3])).eval(),

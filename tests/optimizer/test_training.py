@@ -73,6 +73,20 @@ def test_an_autoencoder_learns(inverse):
 
 
 @pytest.mark.parametrize("inverse", INVERSES)
+def test_dropout(inverse):
+    plain = autoencoder()
+    model = nn.Sequential(*plain[:4], nn.Dropout(0.05), *plain[4:])
+    optimizer = KFAC(model, kronfac.Bernoulli(), inverse=inverse, weight_decay=1e-5)
+    x = blobs(500, seed=0)
+    start = error(model.eval(), x)
+    model.train()
+    for _ in range(30):
+        optimizer.step(optimizer.closure(x, x))
+        assert not optimizer.report.refused
+    assert error(model.eval(), x) < 0.5 * start
+
+
+@pytest.mark.parametrize("inverse", INVERSES)
 def test_a_compiled_model(inverse):
     # "eager" runs the whole of torch.compile but for the code generator, which takes a compiler.
     x = blobs(60, seed=0).double()
