@@ -60,9 +60,9 @@ class Kind:
 class Tied(nn.Module):
     """Two layers with one weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = True) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.a, self.b = nn.Linear(3, 3, bias), nn.Linear(3, 3, bias)
         self.b.weight = self.a.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,9 +72,9 @@ class Tied(nn.Module):
 class Twice(nn.Module):
     """One layer used twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = True) -> None:
         super().__init__()
-        self.a = nn.Linear(3, 3)
+        self.a = nn.Linear(3, 3, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(torch.tanh(self.a(x)))

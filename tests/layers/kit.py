@@ -3,20 +3,18 @@
 Models take (examples, …) and return (examples, outputs), in float64.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 import kronfac
-from kronfac.curvature import Curvature, ExactFisher
-from kronfac.curvature.estimate import Sample, estimate
+from kronfac.curvature import KroneckerBlock
 from kronfac.linearize import Traced
 from kronfac.model import Blocks, Network, find_units, record_uses
 from kronfac.record.discovery import discover
 from kronfac.record.examples import check_examples
-from tests.conftest import ALGEBRA, AUTODIFF, batch, network_of, normal, seeded
+from tests.conftest import ALGEBRA, AUTODIFF, batch, network_of, normal
+from tests.layers.problems import Problem
 
 
 def traced(network: Network, x: Tensor) -> Traced:
@@ -62,46 +60,15 @@ def _gradient(network: Network, outputs: Tensor, r: Tensor) -> tuple[Tensor, ...
     return tuple(network.join(grads))
 
 
-def curvature(network: Network, x: Tensor) -> Curvature:
-    """The exact Fisher's moments, as a mean over the examples."""
-    (part,) = batch(network, x).passes
-    sample = Sample([part], lambda p: Traced(network, p))
-    blocks = [unit.block for unit in network.units]
-    return estimate(sample, blocks, ExactFisher(), seeded())
+def assert_exact(problem: Problem) -> None:
+    """Every block is a Kronecker block and the dense Fisher's own."""
+    for unit, moments in zip(problem.network.units, problem.curvature().blocks, strict=True):
+        assert isinstance(unit.block, KroneckerBlock), unit
+        v = problem.truth.vectors(unit)
+        assert_close(moments.dense(), v.mT @ v, **AUTODIFF)
 
 
-def assert_twice_is_once(network: Network, x: Tensor) -> None:
-    """Duplicating every example changes no factor."""
-    pairs = zip(
-        curvature(network, x).blocks, curvature(network, x.repeat(2, 1, 1)).blocks, strict=True
-    )
-    for once, twice in pairs:
-        assert_close(twice.dense(), once.dense(), rtol=1e-9, atol=1e-12)
-
-
-def dense_blocks(network: Network, x: Tensor) -> list[Tensor]:
-    """JᵀJ / examples of every unit, over vec(V)."""
-    outputs = network.model(x)
-    rows = []
-    for output in outputs.flatten():
-        one = torch.zeros((), dtype=output.dtype)
-        grads = torch.autograd.grad(
-            output, network.parameters, one + 1, retain_graph=True, materialize_grads=True,
-            allow_unused=True,
-        )  # fmt: skip
-        rows.append(network.join(grads))
-    each = [torch.stack([V.mT.flatten() for V in unit]) for unit in zip(*rows, strict=True)]
-    return [J.mT @ J / len(x) for J in each]
-
-
-def assert_exact(network: Network, x: Tensor) -> None:
-    """The blocks are those of the dense Fisher, as they are for one example with one place."""
-    found = curvature(network, x).blocks
-    for unit, moments, F in zip(network.units, found, dense_blocks(network, x), strict=True):
-        assert_close(moments.dense(), F, msg=unit.name, **AUTODIFF)
-
-
-def fixed(model: nn.Module, loss: nn.Module) -> kronfac.KFAC:
+def fixed(model: nn.Module, loss: nn.Module, blocks: Blocks | None = None) -> kronfac.KFAC:
     """An optimizer whose steps depend on nothing but the curvature."""
     return kronfac.KFAC(
         model,
@@ -111,6 +78,7 @@ def fixed(model: nn.Module, loss: nn.Module) -> kronfac.KFAC:
         gamma=kronfac.FixedGamma(),
         step_rule=kronfac.QuadraticModel(bounded=False, memory=None),
         intervals=kronfac.Intervals(1.0, 1.0, inverse_interval=1),
+        blocks=blocks or Blocks(),
     )
 
 
@@ -120,21 +88,16 @@ def assert_same_steps(
     x: Tensor,
     y: Tensor,
     loss: nn.Module,
-    order: Sequence[int] | None = None,
+    blocks: Blocks | None = None,
 ) -> None:
-    """Two ways to write a network take the same three steps.
-
-    `order` has the places of the first one's parameters among those of the second, if they differ.
-    """
+    """Two ways to write a network take the same three steps; their parameters come in the same order."""
     names, own = zip(*first.named_parameters(), strict=True)
-    others = list(second.parameters())
-    others = others if order is None else [others[n] for n in order]
-    pairs = list(zip(names, own, others, strict=True))
+    pairs = list(zip(names, own, second.parameters(), strict=True))
     for name, p, q in pairs:
         assert_close(p, q.view(p.shape), rtol=0, atol=0, msg=name)
     assert_close(first(x), second(x), **ALGEBRA)
     start = [p.detach().clone() for p in own]
-    optimizers = [fixed(model, loss) for model in (first, second)]
+    optimizers = [fixed(model, loss, blocks) for model in (first, second)]
     for _ in range(3):
         for optimizer in optimizers:
             optimizer.step(optimizer.closure(x, y))

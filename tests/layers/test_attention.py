@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.testing import assert_close
 
 from kronfac.extend import DenseBlock, KroneckerBlock
@@ -16,11 +15,10 @@ from tests.conftest import normal
 from tests.layers.kit import (
     assert_exact,
     assert_same_steps,
-    assert_twice_is_once,
     assert_uses,
-    losses,
     traced,
 )
+from tests.layers.problems import regression
 
 N = L = 4  # the same: which dimension has the examples does not show in the sizes
 E, H = 6, 2
@@ -98,7 +96,6 @@ def test_uses(case):
     options, call = CASES[case]
     model = Attend(attention(**options), **call)
     network = assert_uses(model, normal(N, L, E))
-    assert_twice_is_once(network, normal(N, L, E))
     names = {name for unit in network.units for name in unit.names}
     assert names == {name for name, _ in model.named_parameters()}
 
@@ -150,47 +147,10 @@ def test_without_a_batch(to):
     assert_close(own, weights)
 
 
-def test_keys_and_values_that_are_given():
-    """static_k and static_v, by the function."""
-    module, x = attention(), normal(L, N, E)
-    static = normal(N * H, 5, E // H)
-    options: dict[str, Any] = {"static_k": static, "static_v": static.cos()}
-    args = (
-        x, x, x, E, H, module.in_proj_weight, module.in_proj_bias, None, None, False, 0.0,
-        module.out_proj.weight, module.out_proj.bias,
-    )  # fmt: skip
-    expected = functional.multi_head_attention_forward(*args, **options)
-    with record_uses([], find_units(module).units, N):
-        found = functional.multi_head_attention_forward(*args, **options)
-    for own, truth in zip(found, expected, strict=True):
-        assert_close(own, truth)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("to", ["self", "other", "others"])
-def test_dropout_has_the_masks_of_torch(dtype, need_weights, batch_first, to):
-    module = attention(dropout=0.5, batch_first=batch_first).to(dtype)
-    model = Attend(module, to, need_weights=need_weights)
-    x = normal(N, L, E, dtype=dtype)
-    torch.manual_seed(3)
-    expected = model(x)
-    after = torch.get_rng_state()
-    torch.manual_seed(3)
-    with record_uses([], find_units(model).units, N):
-        found = model(x)
-    assert_close(found, expected)
-    assert torch.equal(torch.get_rng_state(), after)
-    torch.manual_seed(4)
-    assert not torch.allclose(model(x), expected)
-
-
 def test_one_example_with_one_place_makes_its_blocks_exact():
     """With a key of zeros beside it, as attention to one place alone is no attention."""
     model = Attend(attention(add_zero_attn=True), need_weights=False)
-    network = assert_uses(model, normal(1, 1, E))
-    assert_exact(network, normal(1, 1, E))
+    assert_exact(regression(model, normal(1, 1, E)))
 
 
 class Masked(nn.Module):
@@ -268,37 +228,6 @@ def test_an_encoder_layer_takes_the_steps_of_one_written_out():
     assert_same_steps(Block(layer), Block(Written(layer)), x, y, nn.MSELoss())
 
 
-def test_separate_weights_take_the_steps_of_linear_layers():
-    class Linears(nn.Module):
-        """A linear layer each for queries, keys and values."""
-
-        def __init__(self, other: nn.MultiheadAttention) -> None:
-            super().__init__()
-            weights = (other.q_proj_weight, other.k_proj_weight, other.v_proj_weight)
-            self.layers = nn.ModuleList(
-                nn.Linear(w.shape[1], E, bias=False, dtype=torch.float64)
-                for w in (*weights, other.out_proj.weight)
-            )
-            with torch.no_grad():
-                for layer, w in zip(self.layers, (*weights, other.out_proj.weight), strict=True):
-                    layer.weight.copy_(w)
-
-        def forward(self, x: Tensor) -> Tensor:
-            key = torch.cat([x.cos(), x[:, :1].sin()], dim=1)
-            inputs = (x, key[..., :5], key.exp()[..., :3])
-            q, k, v = (
-                layer(a).unflatten(-1, (H, -1)).transpose(1, 2)
-                for layer, a in zip(self.layers, inputs, strict=False)
-            )
-            heads = functional.scaled_dot_product_attention(q, k, v)
-            return self.layers[3](heads.transpose(1, 2).flatten(2)).flatten(1)
-
-    module = attention(kdim=5, vdim=3, bias=False, batch_first=True)
-    x, y = normal(N + 1, L, E), normal(N + 1, L * E, seed=1)
-    first = Attend(module, to="others", need_weights=False)
-    assert_same_steps(first, Linears(module), x, y, nn.MSELoss())
-
-
 class Translate(nn.Module):
     """nn.Transformer from x to a part of it."""
 
@@ -331,28 +260,3 @@ def test_encoder_layer(norm_first, training):
     """In eval() torch has a fused kernel, which is not taken while gradients are wanted."""
     model = Block(encoder_layer(norm_first=norm_first)).train(training)
     assert_uses(model, normal(N, L, E))
-
-
-class Classifier(nn.Module):
-    """Tokens, positions, nn.TransformerEncoder, the mean over places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(11, 16)
-        self.positions = nn.Parameter(torch.randn(8, 16) / 4)
-        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.1, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(self.tokens(x) + self.positions).mean(dim=1))
-
-
-@pytest.mark.slow
-def test_a_classifier_trains():
-    """Which of three tokens comes up most often."""
-    torch.manual_seed(0)
-    x = torch.randint(11, (128, 8))
-    y = torch.stack([(x == c).sum(dim=1) for c in range(3)], dim=1).argmax(dim=1)
-    found = losses(Classifier(), nn.CrossEntropyLoss(), x, y)
-    assert found[-1] <= found[0] / 2

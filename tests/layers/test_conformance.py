@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional
 from torch.testing import assert_close
 
-from kronfac.curvature import KroneckerBlock
 from kronfac.model import find_units, record_uses
 from kronfac.testing import check_adapter
 from tests.conftest import ALGEBRA, normal
@@ -200,38 +199,6 @@ def test_a_function_that_is_not_understood_is_named():
     with record_uses([], units, N) as seen:
         module(normal(N, 4))
     assert list(seen.unseen.values()) == ["einsum"]
-
-
-# ---------------------------------------------------------------------------------- places of patches
-
-
-def test_a_sample_of_the_patches_estimates_their_second_moment():
-    """Every example's places are taken at equal distances; 400 examples, within five standard errors."""
-    module = nn.Conv2d(2, 3, 3, padding=1).double()
-    units = find_units(module).units
-    x = normal(400, 2, 10, 10)
-    with record_uses([], units, 400) as seen:
-        z = module(x)
-    (tap,) = seen.uses.taps(0, [torch.zeros_like(z)])
-    rows, every = tap.input_rows(), tap.dense_inputs().flatten(0, 1)
-    assert 9_500 < len(rows) <= 10_000 < len(every) == 40_000
-    products = torch.einsum("ni,nj->nij", rows, rows)
-    error = 5 * products.std(dim=0) / len(rows) ** 0.5
-    A = every.mT @ every / len(every)
-    assert ((products.mean(dim=0) - A).abs() <= error + 1e-12).all()
-
-
-def test_few_patches_are_all_taken():
-    module = nn.Conv2d(2, 3, 3).double()
-    units = find_units(module).units
-    with record_uses([], units, 4) as seen:
-        z = module(normal(4, 2, 8, 8))
-    (tap,) = seen.uses.taps(0, [torch.zeros_like(z)])
-    assert_close(tap.input_rows(), tap.dense_inputs().flatten(0, 1), rtol=0, atol=0)
-    moments = KroneckerBlock().observe([tap], 1.0)
-    unfolded = functional.unfold(normal(4, 2, 8, 8), 3).mT.reshape(-1, 18)
-    homogeneous = torch.cat([unfolded, torch.ones(len(unfolded), 1, dtype=torch.float64)], dim=1)
-    assert_close(moments.A, homogeneous.mT @ homogeneous / len(homogeneous), **ALGEBRA)
 
 
 # --------------------------------------------------------------------------------- parts of a layer

@@ -1,8 +1,4 @@
-"""A network and the same written in another way take the same step.
-
-With the exact Fisher, all examples and places, fixed rules and blocks of the same type, the change of the
-outputs is the same to 1e-6 of itself.
-"""
+"""A network and the same written in another way take the same steps."""
 
 import copy
 
@@ -12,141 +8,71 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing import assert_close
 
-from kronfac import (
-    KFAC,
-    Blocks,
-    FixedDamping,
-    FixedGamma,
-    Intervals,
-    QuadraticModel,
-)
+from kronfac import Blocks
+from kronfac.model import find_units, record_uses
 from tests.conftest import normal
-from tests.layers.kinds import perturbed
+from tests.layers.kinds import Tied, Twice, perturbed
+from tests.layers.kit import assert_same_steps, fixed
 from tests.networks.libraries import transformers
 
 N = 5
-
-
-def changes(model: nn.Module, x: Tensor, blocks: Blocks, loss: nn.Module, steps: int = 2) -> Tensor:
-    """By how much each of a few steps changes the outputs, (steps, …)."""
-    optimizer = KFAC(
-        model,
-        loss,
-        fisher="exact",
-        damping=FixedDamping(0.1, reject=None),
-        gamma=FixedGamma(0.3),
-        step_rule=QuadraticModel(bounded=False, memory=None),
-        intervals=Intervals(1.0, 1.0),
-        blocks=blocks,
-    )
-    generator = torch.Generator().manual_seed(1)
-    outputs = [model(x).detach()]
-    if isinstance(loss, nn.CrossEntropyLoss):
-        y = torch.randint(outputs[0].shape[1], (len(x),), generator=generator)
-    else:
-        y = torch.randn(outputs[0].shape, generator=generator, dtype=torch.float64)
-    for _ in range(steps):
-        optimizer.step(optimizer.closure(x, y))
-        outputs.append(model(x).detach())
-    return torch.stack(outputs).diff(dim=0)
-
-
-def assert_same_steps(
-    one: nn.Module,
-    other: nn.Module,
-    x: Tensor,
-    loss: nn.Module | None = None,
-    blocks: Blocks | None = None,
-) -> None:
-    blocks, loss = blocks or Blocks(), loss or nn.MSELoss()
-    with torch.no_grad():
-        assert_close(one(x), other(x), rtol=1e-10, atol=1e-12)
-    first, second = (changes(copy.deepcopy(model), x, blocks, loss) for model in (one, other))
-    for a, b in zip(first, second, strict=True):
-        assert float(a.abs().max()) > 1e-4
-        assert_close(a, b, rtol=0, atol=1e-6 * float(a.abs().max()))
+each_sharing = pytest.mark.parametrize("sharing", ["expand", "reduce"])
 
 
 class Head(nn.Module):
     """A layer, an activation, and a last layer that is the same in both."""
 
-    def __init__(self, layer: nn.Module, width: int) -> None:
+    def __init__(self, layer: nn.Module, x: Tensor) -> None:
         super().__init__()
         torch.manual_seed(1)
+        with torch.no_grad():
+            width = layer(x).flatten(1).shape[1]
         self.layer, self.head = layer, nn.Linear(width, 3, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.layer(x)).flatten(1))
 
 
-def of_width(layer: nn.Module, x: Tensor) -> int:
-    with torch.no_grad():
-        return layer(x).flatten(1).shape[1]
-
-
-def assert_same_layers(one: nn.Module, other: nn.Module, x: Tensor, **options: Blocks) -> None:
-    """The same with a head, for both kinds of losses."""
-    width = of_width(one, x)
-    for loss in (nn.MSELoss(), nn.CrossEntropyLoss()):
-        assert_same_steps(Head(one, width), Head(other, width), x, loss, **options)
+def assert_same_layers(
+    one: nn.Module, other: nn.Module, x: Tensor, blocks: Blocks | None = None
+) -> None:
+    """Before the same head, for both kinds of losses."""
+    targets = {nn.MSELoss(): normal(N, 3, seed=2), nn.CrossEntropyLoss(): torch.arange(N) % 3}
+    for loss, y in targets.items():
+        pair = (copy.deepcopy(Head(layer, x)) for layer in (one, other))
+        assert_same_steps(*pair, x, y, loss, blocks=blocks)
 
 
 def made(module: nn.Module) -> nn.Module:
     return perturbed(module.double())
 
 
-# ------------------------------------------------------------------------------------------- the pairs
-
-
-each_sharing = pytest.mark.parametrize("sharing", ["expand", "reduce"])
-
-
-class Tied(nn.Module):
-    """Two layers that share weight and bias."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
-        self.a.weight = self.b.weight = nn.Parameter(layer.weight.detach().clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x)))
-
-
-class Twice(nn.Module):
-    """One layer, used twice."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(torch.tanh(self.layer(x)))
-
-
 @each_sharing
 def test_tied_layers_as_one_that_is_used_twice(sharing):
-    layer = made(nn.Linear(3, 3, bias=False))
-    assert_same_layers(Twice(layer), Tied(layer), normal(N, 2, 3), blocks=Blocks(sharing))
+    once, tied = made(Twice(bias=False)), Tied(bias=False).double()
+    with torch.no_grad():
+        tied.a.weight.copy_(once.a.weight)
+    assert_same_layers(once, tied, normal(N, 2, 3), Blocks(sharing))
 
 
 class OwnLayer(nn.Module):
-    """A user's own module that gives its weight to torch's function."""
+    """A user's own module that gives its parameters to torch's function."""
 
     def __init__(self, layer: nn.Module, function, **options: object) -> None:
         super().__init__()
-        self.weight = nn.Parameter(layer.weight.detach().clone())
+        for name, p in layer.named_parameters():
+            self.register_parameter(name, nn.Parameter(p.detach().clone()))
         self.function, self.options = function, options
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, self.weight, **self.options)
+        return self.function(x, *self.parameters(), **self.options)
 
 
 @each_sharing
 def test_a_weight_in_a_users_own_module(sharing):
     linear = made(nn.Linear(3, 4, bias=False))
     own = OwnLayer(linear, functional.linear)
-    assert_same_layers(linear, own, normal(N, 2, 3), blocks=Blocks(sharing))
+    assert_same_layers(linear, own, normal(N, 2, 3), Blocks(sharing))
 
 
 @pytest.mark.parametrize("dense_limit", [0, 512])
@@ -155,14 +81,58 @@ def test_a_kernel_in_a_users_own_module(sharing, dense_limit):
     conv = made(nn.Conv2d(2, 3, 3, padding=1, bias=False))
     own = OwnLayer(conv, functional.conv2d, padding=1)
     blocks = Blocks(sharing, dense_limit=dense_limit)
-    assert_same_layers(conv, own, normal(N, 2, 4, 3), blocks=blocks)
+    assert_same_layers(conv, own, normal(N, 2, 4, 3), blocks)
+
+
+class Pairs(nn.Module):
+    """nn.Bilinear of two parts of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(2, 3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[..., :2], x[..., 2:])
+
+
+class Outer(nn.Module):
+    """nn.Linear of their outer product."""
+
+    def __init__(self, other: Pairs) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4, dtype=torch.float64)
+        with torch.no_grad():
+            self.layer.weight.copy_(other.layer.weight.flatten(1))
+            self.layer.bias.copy_(other.layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer((x[..., :2, None] * x[..., None, 2:]).flatten(-2))
+
+
+@pytest.mark.parametrize("places", [1, 3])
+def test_a_bilinear_layer_as_a_linear_one_on_outer_products(places):
+    bilinear = made(Pairs())
+    assert_same_layers(bilinear, Outer(bilinear), normal(N, places, 5))
+
+
+def test_a_bilinear_weight_that_is_computed_is_given_up():
+    model = nn.Bilinear(2, 3, 4, bias=False, dtype=torch.float64)
+    with record_uses([], find_units(model).units, N) as seen:
+        functional.bilinear(normal(N, 2), normal(N, 3), model.weight.exp())
+    assert seen.unseen == {id(model.weight): "bilinear"}
 
 
 @pytest.mark.slow
-def test_hugging_faces_transposed_layer():
-    own = made(transformers().pytorch_utils.Conv1D(4, 3))
+@each_sharing
+def test_hugging_faces_transposed_layer(sharing):
+    own, x = made(transformers().pytorch_utils.Conv1D(4, 3)), normal(N, 2, 3)
     linear = nn.Linear(3, 4, dtype=torch.float64)
     linear.weight = nn.Parameter(own.weight.detach().mT.clone())
     linear.bias = nn.Parameter(own.bias.detach().clone())
-    for sharing in ("expand", "reduce"):
-        assert_same_layers(linear, own, normal(N, 2, 3), blocks=Blocks(sharing))
+    models = [Head(layer, x) for layer in (linear, own)]
+    for model in models:
+        optimizer = fixed(model, nn.MSELoss(), Blocks(sharing))
+        for _ in range(3):
+            optimizer.step(optimizer.closure(x, normal(N, 3, seed=2)))
+    assert_close(models[0](x), models[1](x), rtol=1e-6, atol=1e-8)
+    assert_close(linear.weight.mT, own.weight, rtol=1e-6, atol=1e-8)

@@ -14,7 +14,8 @@ from torch.testing import assert_close
 from kronfac.curvature import DenseBlock, KroneckerBlock, SampledFisher
 from tests.conftest import AUTODIFF, normal
 from tests.layers.kinds import KINDS, N, perturbed
-from tests.layers.problems import Problem, classification, regression
+from tests.layers.kit import assert_exact
+from tests.layers.problems import classification, regression
 from tests.layers.truth import OwnLinear, OwnProduct, Positions
 
 # A layer that K-FAC does not understand yet has a diagonal block, which it says.
@@ -99,15 +100,6 @@ ONE_PLACE = {
         (N, 2, 1),
     ),
 }
-
-
-def assert_exact(problem: Problem) -> None:
-    """Every Kronecker block is the Fisher's own; there is no other."""
-    curvature = problem.curvature()
-    for unit, moments in zip(problem.network.units, curvature.blocks, strict=True):
-        assert isinstance(unit.block, KroneckerBlock), unit
-        v = problem.truth.vectors(unit)
-        assert_close(moments.dense(), v.mT @ v, **AUTODIFF)
 
 
 def linear_network(make, shape) -> tuple[nn.Module, torch.Tensor]:

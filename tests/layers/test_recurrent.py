@@ -17,11 +17,10 @@ from tests.conftest import batch, network_of, normal
 from tests.layers.kit import (
     assert_exact,
     assert_same_steps,
-    assert_twice_is_once,
     assert_uses,
-    losses,
     traced,
 )
+from tests.layers.problems import regression
 
 N = T = 4  # the same: which dimension has the examples does not show in the sizes
 KINDS: dict[str, Callable[..., nn.RNNBase]] = {
@@ -99,7 +98,6 @@ def of_lengths(*lengths: int) -> Tensor:
 def test_uses(kind, variant):
     layer = layer_of(kind, **VARIANTS[variant])
     network = assert_uses(Sequences(layer), normal(N, T, 3))
-    assert_twice_is_once(network, normal(N, T, 3))
     names = {name for unit in network.units for name in unit.names}
     assert names == {name for name, _ in network.model.named_parameters()}
     assert all(isinstance(unit.block, KroneckerBlock) for unit in network.units)
@@ -162,13 +160,12 @@ def test_dropout_has_the_masks_of_torch(kind, dtype, packed):
 
 @each_kind
 def test_one_example_at_one_time_makes_its_blocks_exact(kind):
-    network = assert_uses(Sequences(layer_of(kind), given=True), normal(1, 1, 3))
-    assert_exact(network, normal(1, 1, 3))
+    assert_exact(regression(Sequences(layer_of(kind), given=True), normal(1, 1, 3)))
 
 
 def test_one_example_at_one_time_makes_the_block_of_a_projection_exact():
-    network = assert_uses(Sequences(layer_of("lstm", proj_size=2), given=True), normal(1, 1, 3))
-    assert_exact(network, normal(1, 1, 3))
+    model = Sequences(layer_of("lstm", proj_size=2), given=True)
+    assert_exact(regression(model, normal(1, 1, 3)))
 
 
 def test_outputs_may_be_overwritten():
@@ -221,47 +218,13 @@ class Cells(nn.Module):
         return (torch.stack(outputs),)
 
 
-class Linears(nn.Module):
-    """Two linear layers in a loop: the equations in torch's documentation."""
-
-    def __init__(self, kind: str, parameters: Sequence[Tensor]) -> None:
-        super().__init__()
-        W_ih, W_hh, b_ih, b_hh = parameters
-        self.kind = kind
-        self.ih = nn.Linear(3, len(b_ih), dtype=torch.float64)
-        self.hh = nn.Linear(3, len(b_hh), dtype=torch.float64)
-        with torch.no_grad():
-            for p, q in zip(self.parameters(), (W_ih, b_ih, W_hh, b_hh), strict=True):
-                p.copy_(q)
-
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        h, c = x.new_zeros(2, x.shape[1], 3)
-        outputs = []
-        for step in x:
-            s, q = self.ih(step), self.hh(h)
-            if self.kind == "lstm":
-                i, f, g, o = (s + q).chunk(4, dim=1)
-                c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-                h = o.sigmoid() * c.tanh()
-            elif self.kind == "gru":
-                (s_r, s_z, s_n), (q_r, q_z, q_n) = s.chunk(3, dim=1), q.chunk(3, dim=1)
-                z = (s_z + q_z).sigmoid()
-                h = (1 - z) * (s_n + (s_r + q_r).sigmoid() * q_n).tanh() + z * h
-            else:
-                h = (s + q).tanh() if self.kind == "tanh" else (s + q).relu()
-            outputs.append(h)
-        return (torch.stack(outputs),)
-
-
 @each_kind
-@pytest.mark.parametrize("other", [Cells, Linears])
-def test_it_takes_the_steps_of_cells_in_a_loop(kind, other):
+def test_it_takes_the_steps_of_cells_in_a_loop(kind):
     first = Head(layer_of(kind))
-    second = Head(other(kind, list(first.layer.parameters())))
+    second = Head(Cells(kind, list(first.layer.parameters())))
     second.head = copy.deepcopy(first.head)
     x, y = normal(6, T, 3), normal(6, 2 * T, seed=1)
-    order = [0, 2, 1, 3, 4, 5] if other is Linears else None
-    assert_same_steps(first, second, x, y, nn.MSELoss(), order)
+    assert_same_steps(first, second, x, y, nn.MSELoss())
 
 
 @each_kind
@@ -291,61 +254,3 @@ def test_learned_first_states_are_given_up(kind):
     expected = torch.autograd.grad(model(x), network.parameters, r)
     for V, W in zip(traced(network, x).vjp([r]), network.join(expected), strict=True):
         assert_close(V, W)
-
-
-# ---------------------------------------------------------------------------------------------- training
-
-
-class Language(nn.Module):
-    """The next character, at every place."""
-
-    def __init__(self, characters: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(characters, 8)
-        self.lstm = nn.LSTM(8, 24, num_layers=2, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(24, characters)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embedding(x))[0]).transpose(1, 2)
-
-
-@pytest.mark.slow
-def test_a_language_model_trains():
-    torch.manual_seed(0)
-    text = "the cat sat on the mat, and the dog sat on the log; " * 12
-    letters = sorted(set(text))
-    numbers = torch.tensor([letters.index(c) for c in text[: 32 * 17 + 1]])
-    x, y = numbers[:-1].view(32, 17), numbers[1:].view(32, 17)
-    found = losses(Language(len(letters)), nn.CrossEntropyLoss(), x, y)
-    assert found[-1] <= found[0] / 2
-
-
-class Regressor(nn.Module):
-    """A number of a sequence, from the last state; sequences may be packed."""
-
-    def __init__(self, packed: bool) -> None:
-        super().__init__()
-        self.packed = packed
-        self.gru = nn.GRU(2, 16, bidirectional=True)
-        self.head = nn.Linear(32, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        sequences = x.transpose(0, 1)
-        if self.packed:
-            lengths = x.ne(0).all(dim=-1).sum(dim=1)
-            sequences = rnn.pack_padded_sequence(sequences, lengths, enforce_sorted=False)
-        return self.head(torch.cat([*self.gru(sequences)[1]], dim=1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_regressor_trains(packed):
-    """Sums of marked numbers."""
-    torch.manual_seed(0)
-    values, marks = torch.rand(128, 10), torch.rand(128, 10).round() + 1
-    x = torch.stack([values, marks], dim=2)
-    if packed:
-        x = x * (torch.arange(10) < torch.randint(3, 11, (128, 1))).unsqueeze(-1)
-    y = (x[..., 0] * (x[..., 1] - 1).clamp(min=0)).sum(dim=1, keepdim=True)
-    found = losses(Regressor(packed), nn.MSELoss(), x, y)
-    assert found[-1] <= found[0] / 2

@@ -12,8 +12,6 @@ from torch.nn import functional
 from tests.networks.libraries import timm, transformers
 from tests.networks.training import CLASSES, VOCABULARY, assert_moved, images, padded, tokens, train
 
-pytestmark = pytest.mark.slow
-
 LAYERS = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -51,8 +49,9 @@ class Family:
     idle: tuple[str, ...] = ()
     """Parts of the names of parameters that may stay as they are: their gradient is below rounding."""
 
-    def build(self) -> nn.Module:
-        config = getattr(transformers(), self.config)(**self.options)
+    def build(self, **options: Any) -> nn.Module:
+        """With other options in places of its own."""
+        config = getattr(transformers(), self.config)(**self.options | options)
         return getattr(transformers(), self.network)(config)
 
 
@@ -122,6 +121,7 @@ def assert_steps(model: nn.Module, loss: Callable[[], Tensor], idle: tuple[str, 
     assert_moved(model, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_on_a_network_of_transformers(name, training):
@@ -130,6 +130,7 @@ def test_a_step_on_a_network_of_transformers(name, training):
     assert_steps(model, lambda: model(**batch).loss, family.idle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", TIMM)
 def test_a_step_on_a_network_of_timm(name, training):
