@@ -39,7 +39,7 @@ REFUSED = {
     ),
     "nothing to train": (
         lambda: nn.Sequential(nn.Linear(3, 2)).requires_grad_(False),
-        "found no trainable parameter",
+        "found no trainable parameter in Sequential",
     ),
 }
 

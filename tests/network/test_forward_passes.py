@@ -6,7 +6,6 @@ outputs computed by code of the test's own.
 
 import copy
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -576,21 +575,3 @@ def test_other_threads_have_checkpoints_and_kernels_as_they_are():
     with pytest.raises(RuntimeError, match="broken"), record(model, network.objective):
         raise RuntimeError("broken")
     assert checkpoints.CheckpointFunction is original
-
-
-def test_tensors_of_micro_batches_are_not_kept():
-    """Known by weak references: memory is that of the closure."""
-    model, gone = mlp([4, C]), []
-
-    def closure() -> None:
-        for part in (slice(0, 3), slice(3, 6)):
-            z = model(X[part])
-            assert all(ref() is None for ref in gone)
-            gone.append(weakref.ref(z))
-            F.cross_entropy(z, Y[part]).backward()
-            del z
-
-    network = network_of(model, nn.CrossEntropyLoss())
-    with record(model, network.objective) as recording:
-        closure()
-    assert [part.examples for part in recording.batch().passes] == [3, 3]
