@@ -1,6 +1,10 @@
+"""Which layers follow each other."""
+
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kronfac.curvature import KroneckerBlock
 from kronfac.model import LinearAdapter, Network, registry
@@ -25,89 +29,53 @@ def order(model, *args, **kwargs):
 
 
 class Net(nn.Module):
-    """Three 3 × 3 layers, registered last to first."""
+    """Three 3 × 3 layers, registered last to first, and what is done with them."""
 
-    def __init__(self):
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
         super().__init__()
         self.c, self.b, self.a = (nn.Linear(3, 3).double() for _ in range(3))
+        self._forward = forward
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        return self._forward(self, *args, **kwargs)
 
 
-class Chain(Net):
-    def forward(self, x):
-        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+def normalised(h: Tensor) -> Tensor:
+    return h / h.norm(dim=1, keepdim=True).clamp(min=1)
 
 
-class TransformedEnds(Net):
-    def forward(self, x):
-        h = (2 * x).clamp(min=-1)
-        h = self.a(h).relu()
-        h = self.b(h / h.norm(dim=1, keepdim=True).clamp(min=1))
-        return self.c(h.sigmoid()).exp() + 1
+def skip(m: Net, x: Tensor) -> Tensor:
+    h = m.a(x).tanh()
+    return m.c(h + m.b(h).tanh())
 
 
-class InPlace(Net):
-    def forward(self, x):
-        return self.c(self.b(self.a(x).relu_()).relu_())
+def skip_to_output(m: Net, x: Tensor) -> Tensor:
+    h = m.b(m.a(x).tanh()).tanh()
+    return m.c(h) + h
 
 
-class ByKeyword(Net):
-    def forward(self, x, *, scale):
-        return self.c(self.b(self.a(x * scale).tanh()).tanh())
+def concatenated(m: Net, x: Tensor) -> Tensor:
+    return m.b(torch.cat([m.a(x).tanh()[:, :2], x[:, :1]], dim=1))
 
 
-class Skip(Net):
-    def forward(self, x):
-        h = self.a(x).tanh()
-        return self.c(h + self.b(h).tanh())
+def two_heads(m: Net, x: Tensor) -> Tensor:
+    h = m.a(x).tanh()
+    return torch.cat([m.b(h), m.c(h)], dim=1)
 
 
-class SkipToOutput(Net):
-    def forward(self, x):
-        h = self.b(self.a(x).tanh()).tanh()
-        return self.c(h) + h
-
-
-class InputToOutput(Net):
-    def forward(self, x):
-        return self.c(self.b(self.a(x).tanh()).tanh()) + x
-
-
-class InputInTheMiddle(Net):
-    def forward(self, x):
-        return self.c(self.b(self.a(x).tanh() * x).tanh())
-
-
-class Concatenated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 2).double(), nn.Linear(5, 2).double()
-
-    def forward(self, x):
-        return self.b(torch.cat([self.a(x).tanh(), x], dim=1))
-
-
-class TwoHeads(Net):
-    def forward(self, x):
-        h = self.a(x).tanh()
-        return torch.cat([self.b(h), self.c(h)], dim=1)
-
-
-class TwoInputs(Net):
-    def forward(self, x, y):
-        return self.c(self.a(x) + self.b(y))
-
-
-class Unused(Net):
-    def forward(self, x):
-        return self.b(self.a(x).tanh())
-
-
-class Ignored(Net):
+def ignored(m: Net, x: Tensor) -> Tensor:
     """Calls all three, but the last one does not see the others."""
+    m.b(m.a(x))
+    return m.c(x)
 
-    def forward(self, x):
-        self.b(self.a(x))
-        return self.c(x)
+
+CHAINS = {
+    "plain": lambda m, x: m.c(m.b(m.a(x).tanh()).tanh()),
+    "transformed": lambda m, x: m.c(
+        m.b(normalised(m.a((2 * x).clamp(min=-1)).relu())).sigmoid()
+    ).exp() + 1,
+    "in place": lambda m, x: m.c(m.b(m.a(x).relu_()).relu_()),
+}  # fmt: skip
 
 
 def test_sequential():
@@ -122,18 +90,19 @@ def test_one_layer():
     assert order(nn.Linear(3, 2).double()) == [""]
 
 
-@pytest.mark.parametrize("model", [Chain, TransformedEnds, InPlace])
-def test_layers_come_in_the_order_of_their_calls(model):
-    assert order(model()) == ["a", "b", "c"]
+@pytest.mark.parametrize("forward", CHAINS.values(), ids=CHAINS)
+def test_layers_come_in_the_order_of_their_calls(forward):
+    assert order(Net(forward)) == ["a", "b", "c"]
 
 
 def test_inputs_by_keyword():
-    x = normal(5, 3)
-    assert order(ByKeyword(), x, scale=torch.full((5, 3), 2.0).double()) == ["a", "b", "c"]
+    model = Net(lambda m, x, *, scale: m.c(m.b(m.a(x * scale).tanh()).tanh()))
+    scale = torch.full((5, 3), 2.0, dtype=torch.float64)
+    assert order(model, normal(5, 3), scale=scale) == ["a", "b", "c"]
 
 
 def test_frozen_layers_in_between_are_looked_through():
-    model = Chain()
+    model = Net(CHAINS["plain"])
     model.b.requires_grad_(False)
     assert order(model) == ["a", "c"]
 
@@ -156,43 +125,32 @@ def pieces(model, *args):
 SEVERAL = "it is fed by several layers, or by the input too"
 
 
-@pytest.mark.parametrize(
-    ("model", "chains", "breaks"),
-    [
-        (Skip, ["a", "b", "c"], {"b": "'a' before it feeds something else too", "c": SEVERAL}),
-        (SkipToOutput, ["ab", "c"], {"c": "'b' before it feeds something else too"}),
-        (InputToOutput, ["abc"], {}),
-        (InputInTheMiddle, ["a", "bc"], {"b": SEVERAL}),
-        (Concatenated, ["a", "b"], {"b": SEVERAL}),
-        (
-            TwoHeads,
-            ["a", "b", "c"],
-            dict.fromkeys("bc", "'a' before it feeds something else too"),
-        ),
-        (Ignored, ["ab", "c"], {}),
-        (Unused, ["ab", "c"], {"c": "it is not used"}),
-    ],
-)
-def test_chains_end_at_branches(model, chains, breaks):
-    assert pieces(model()) == ([list(chain) for chain in chains], breaks)
+FEEDS = "before it feeds something else too"
+BRANCHES = {
+    "skip": (skip, ["a", "b", "c"], {"b": f"'a' {FEEDS}", "c": SEVERAL}),
+    "skip to the output": (skip_to_output, ["ab", "c"], {"c": f"'b' {FEEDS}"}),
+    "input to the output": (lambda m, x: CHAINS["plain"](m, x) + x, ["abc"], {}),
+    "input in the middle": (
+        lambda m, x: m.c(m.b(m.a(x).tanh() * x).tanh()),
+        ["a", "bc"],
+        {"b": SEVERAL},
+    ),
+    "concatenated": (concatenated, ["a", "b", "c"], {"b": SEVERAL, "c": "it is not used"}),
+    "two heads": (two_heads, ["a", "b", "c"], dict.fromkeys("bc", f"'a' {FEEDS}")),
+    "ignored": (ignored, ["ab", "c"], {}),
+    "unused": (lambda m, x: m.b(m.a(x).tanh()), ["ab", "c"], {"c": "it is not used"}),
+    "two inputs": (lambda m, x: m.c(m.a(x) + m.b(x.cos())), ["a", "b", "c"], {"c": SEVERAL}),
+    "used twice": (
+        lambda m, x: m.c(m.b(m.a(m.a(x)))),
+        ["a", "bc"],
+        {"a": "it is used more than once", "b": "'a' before it: it is used more than once"},
+    ),
+}
 
 
-def test_two_inputs_that_go_to_different_layers():
-    found, breaks = pieces(TwoInputs(), normal(5, 3), normal(5, 3, seed=1))
-    assert (found, breaks) == ([["a"], ["b"], ["c"]], {"c": SEVERAL})
-
-
-def test_a_layer_that_is_used_twice_is_in_no_chain():
-    class Twice(Net):
-        def forward(self, x):
-            return self.c(self.b(self.a(self.a(x))))
-
-    found, breaks = pieces(Twice())
-    assert found == [["a"], ["b", "c"]]
-    assert breaks == {
-        "a": "it is used more than once",
-        "b": "'a' before it: it is used more than once",
-    }
+@pytest.mark.parametrize(("forward", "chains", "breaks"), BRANCHES.values(), ids=BRANCHES)
+def test_chains_end_at_branches(forward, chains, breaks):
+    assert pieces(Net(forward)) == ([list(chain) for chain in chains], breaks)
 
 
 def test_a_layer_that_is_used_at_several_places_is_in_no_chain():
@@ -211,16 +169,11 @@ def test_a_layer_with_several_places_is_in_a_chain_if_they_are_reduced(monkeypat
 
 
 def test_units_without_uses_come_behind_the_chain_and_are_not_linked():
-    class Scaled(Net):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-        def forward(self, x):
-            return self.c(self.b(self.a(x).tanh() * self.scale).tanh())
-
-    network = chained(Scaled())
-    assert [unit.name for unit in network.units] == ["a", "b", "c", "scale"]
+    model = Net(lambda m, x: m.c(m.b(m.a(x).tanh() * m.scale).tanh()))
+    model.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    network = chained(model)
+    assert sorted(unit.name for unit in network.units) == ["a", "b", "c", "scale"]
+    assert [unit.name for unit in network.units][-1] == "scale"
     assert list(network.links) == [True, True, False]
 
 
