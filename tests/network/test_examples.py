@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from kronfac import KFAC, Intervals
+from kronfac import KFAC
 from kronfac.curvature.taps import gradients_of_examples
 from kronfac.linearize import Linearizer, Traced
 from kronfac.model import Network
@@ -196,31 +196,6 @@ def test_what_does_not_keep_to_the_convention_is_used_whole(name):
     assert not batch.passes[0].apart
     (some,) = subsets(network, batch, [1], seeded())
     assert some.passes == batch.passes
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_a_run_on_some_of_the_examples_learns(batch_first):
-    """A recurrent network in either layout, with a quarter of the examples for statistics."""
-    x = normal(24, 5, 4)
-    y = (x.sum(dim=(1, 2)) > 0).long()
-    model = Recurrent(batch_first=batch_first).double()
-    optimizer = KFAC(
-        model,
-        nn.CrossEntropyLoss(),
-        intervals=Intervals(0.25, 0.5),
-    )
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        z = model(x if batch_first else x.transpose(0, 1))
-        loss = F.cross_entropy(z[:, -1] if batch_first else z[-1], y)
-        loss.backward()
-        return loss
-
-    first = float(closure().detach())
-    for _ in range(8):
-        loss = optimizer.step(closure)
-    assert float(loss.detach()) < 0.7 * first
 
 
 # ----------------------------------------------------------------------------- the check, and its traces

@@ -3,14 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from torch.testing import assert_close
 
 from kronfac.model import Network
-from kronfac.objective import Categorical, Gaussian, objective_of
-from kronfac.record import Batch, LossCall, ModelCall, Pass, Ref, record, sizes, subsets
-from kronfac.record.batch import Operation
-from kronfac.record.examples import check_examples, select
-from tests.conftest import ALGEBRA, batch, mlp, network_of, normal, seeded
+from kronfac.objective import Categorical
+from kronfac.record import Batch, LossCall, ModelCall, Pass, record, sizes, subsets
+from kronfac.record.examples import check_examples
+from tests.conftest import batch, mlp, network_of, normal, seeded
 
 
 def first(network: Network, whole: Batch, fraction: float) -> Batch:
@@ -103,17 +101,6 @@ class Table(nn.Module):
         return self.linear(x) + table.sum(dim=0)
 
 
-class Mean(nn.Module):
-    """Examples that depend on each other."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2).double()
-
-    def forward(self, x):
-        return self.linear(x - x.mean(dim=0))
-
-
 def one_pass(network, *args, **kwargs) -> Pass:
     terms = network.objective.declare(network.model(*args, **kwargs).shape)
     return Pass((ModelCall(args, kwargs, outputs=(0,)),), (LossCall(0, terms),))
@@ -139,18 +126,6 @@ def test_with_a_table_that_happens_to_be_as_long_the_pass_is_used_whole():
     assert some.calls == part.calls
 
 
-@pytest.mark.parametrize(
-    "model",
-    [Mean(), nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()],
-    ids=["mean", "bn"],
-)
-def test_passes_whose_examples_depend_on_each_other_are_used_whole(model):
-    network = network_of(model)
-    parts = tuple(one_pass(network, normal(4, 3, seed=seed)) for seed in range(3))
-    found = first(network, Batch(parts), 0.5)  # six of twelve
-    assert [part.calls for part in found.passes] == [part.calls for part in parts[:2]]
-
-
 class OwnLoss(nn.Module):
     """Squared errors inside the model, and outputs that depend on the other examples."""
 
@@ -170,58 +145,6 @@ def test_the_check_warns_of_nothing():
         model(normal(6, 3), normal(6, seed=1))[0].backward()
     (part,) = recording.batch().passes
     assert not check_examples(network, Batch((part,))).passes[0].apart
-
-
-def test_terms_of_an_example_stay_together():
-    """Two places each: terms 2n and 2n + 1 are those of example n."""
-    model, x = mlp([3, 4]), normal(6, 2, 3)
-    y = torch.arange(12).reshape(6, 2) % 4
-    network, loss = network_of(model, nn.CrossEntropyLoss()), nn.CrossEntropyLoss()
-    with record(model, network.objective) as recording:
-        loss(model(x).reshape(-1, 4), y.reshape(-1)).backward()
-    whole = recording.batch()
-    assert whole.examples == 6
-    assert whole.passes[0].terms[0].count == 12
-    some = select(whole.passes[0], torch.tensor([1, 4]))
-    assert some.examples == 2
-    (z,) = some.run(model)
-    assert_close(z, model(x[[1, 4]]).reshape(-1, 4), **ALGEBRA)
-    assert torch.equal(some.terms[0].targets, y[[1, 4]].reshape(-1))
-
-
-# -------------------------------------------------------------------------------------- running again
-
-
-def test_run_with_other_parameters_leaves_the_model_alone():
-    model, other, x = mlp([3, 4, 2]), mlp([3, 4, 2], seed=1), normal(5, 3)
-    (part,) = batch(network_of(model), x).passes
-    for net in (model, other, model):
-        assert torch.equal(part.run(net)[0], net(x))
-
-
-def test_operations_between_the_model_and_the_loss_are_done_again():
-    model, x = mlp([3, 4]), normal(5, 3)
-    operations = (
-        Operation(torch.Tensor.reshape, (Ref(0), 5, 2, 2), {}, (1,)),
-        Operation(torch.add, (Ref(1), Ref(1)), {"alpha": 2}, (2,)),
-    )
-    terms = objective_of(Gaussian()).declare(torch.Size((5, 2, 2)))
-    part = Pass((ModelCall((x,), {}, (0,)), *operations), (LossCall(2, terms),))
-    assert_close(part.run(model)[0], 3 * model(x).reshape(5, 2, 2), **ALGEBRA)
-
-
-def test_dropout_masks_are_drawn_again_and_nobody_notices():
-    model = nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.5)).double()
-    network, x = network_of(model), normal(5, 3)
-    with record(model, network.objective) as recording:
-        z = model(x)
-        Gaussian()(z, torch.zeros_like(z)).backward()
-    (part,) = recording.batch().passes
-    assert part.random
-    before = torch.get_rng_state()
-    for _ in range(2):
-        assert torch.equal(part.run(model)[0], z)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_batch_counts_its_terms_and_their_weight():

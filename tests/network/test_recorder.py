@@ -319,24 +319,6 @@ def test_tensors_that_are_written_to_afterwards_are_refused(model, which):
         recorded(model, loss, closure)
 
 
-# ------------------------------------------------------------------------------------ what models return
-
-
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2).double()
-
-    def forward(self, x):
-        return x, {"z": [self.linear(x)]}
-
-
-def test_models_that_return_containers():
-    model, loss = Pair(), nn.MSELoss()
-    batch = recorded(model, loss, lambda: loss(model(X)[1]["z"][0], Y))
-    assert_loss(batch, model, loss(model.linear(X), Y))
-
-
 # ------------------------------------------------------------------------------------ leaving no trace
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kronfac.model import Buffers, restore
+from kronfac.model import Buffers
 from kronfac.model.side_effects import RandomState, replay
 from tests.conftest import normal
 
@@ -51,37 +51,6 @@ def test_also_if_the_pass_fails():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), buffers.preserved():
         nn.Sequential(model, nn.Linear(4, 1))(normal(2, 3, dtype=torch.float32))
     assert int(model.calls) == 1
-
-
-def test_only_buffers_of_modules_that_write_to_them_are_copied():
-    class Table(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("table", torch.zeros(2, 3))
-
-        def forward(self, x):
-            return x + self.table
-
-    model = nn.Sequential(Counter(), Table())
-    buffers = noted(model)
-    assert {module for module, *_ in buffers.snapshot()} == {model[0]}
-    assert Buffers(model).snapshot() == []
-
-
-@pytest.mark.parametrize(
-    "model", [nn.BatchNorm1d(3), nn.InstanceNorm1d(4, track_running_stats=True)], ids=str
-)
-def test_running_statistics_of_normalisation_layers(model):
-    """Their kernels write to them without telling; so from the first pass on."""
-    buffers = Buffers(model)
-    kept = buffers.snapshot()
-    before = {name: b.clone() for name, b in model.named_buffers()}
-    model(normal(4, 3, seed=2, dtype=torch.float32))
-    assert not torch.equal(model.running_mean, before["running_mean"])
-    restore(kept)
-    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
-    model.eval()
-    assert buffers.snapshot() == []
 
 
 def test_replay_draws_what_was_drawn_and_puts_the_generator_back():

@@ -4,9 +4,6 @@
 `TorchFunctionMode`, and the model's own tensor may be gone by then.
 """
 
-import gc
-import weakref
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,8 +11,6 @@ from torch.testing import assert_close
 
 from kronfac import KFAC, Intervals
 from kronfac.errors import ClosureError
-from kronfac.objective import objective_of
-from kronfac.record import record
 from tests.conftest import ALGEBRA, mlp, normal
 from tests.network.test_recorder import assert_loss, recorded
 
@@ -198,13 +193,3 @@ class Columns(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:, self.columns]
-
-
-def test_no_graph_is_kept(model):
-    with record(model, objective_of(LOSS)):
-        z = labelled(model(X))
-        node = weakref.ref(z.pick("u"))
-        LOSS(z, Y).backward()
-        del z
-        gc.collect()
-        assert node() is None
