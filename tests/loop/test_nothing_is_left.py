@@ -111,17 +111,6 @@ def test_copies_of_the_model_have_no_hooks_that_do_anything() -> None:
     step_without_closure(optimizer, lambda: loss_fn(model(x), y))
 
 
-def test_a_copy_of_the_optimizer_goes_on_by_itself() -> None:
-    model, loss_fn, optimizer, x, y = made()
-    step_without_closure(optimizer, lambda: loss_fn(model(x), y))
-    other = copy.deepcopy(optimizer)
-    for one in (optimizer, other):
-        own = one.objective.module
-        step_without_closure(one, lambda own=own, one=one: own(one.model(x), y))
-    for p, q in zip(model.parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
 def test_hooks_may_be_removed_while_the_model_is_called():
     """As a garbage collection does, of an optimizer that is no longer used."""
     model, loss = nn.Linear(3, 2), nn.MSELoss()
