@@ -21,32 +21,20 @@ from tests.failures.steps import closure_of
 X, Y, LOOKED_AT = normal(16, 4), normal(16, 2, seed=1), normal(3, 4, seed=2)
 
 
-class Custom(nn.Module):
+class Doubled(nn.Module):
     """A network that is no plain chain of modules."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.hidden = nn.Linear(4, 6, dtype=torch.float64)
-        self.out = nn.Linear(6, 2, dtype=torch.float64)
+        self.inner = mlp([4, 6, 2])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.hidden(x)) * 2.0)
+        return 2.0 * self.inner(x)
 
 
-def custom_by_hand(theta: list[Tensor], x: Tensor) -> Tensor:
-    W1, b1, W2, b2 = theta
-    return 2.0 * torch.tanh(x @ W1.mT + b1) @ W2.mT + b2
-
-
-def perceptron_by_hand(theta: list[Tensor], x: Tensor) -> Tensor:
-    W1, b1, W2, b2 = theta
-    return torch.tanh(x @ W1.mT + b1) @ W2.mT + b2
-
-
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[list[Tensor], Tensor], Tensor]]] = {
-    "perceptron": (lambda: mlp([4, 6, 2]), perceptron_by_hand),
-    "custom": (Custom, custom_by_hand),
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], float]] = {
+    "perceptron": (lambda: mlp([4, 6, 2]), 1.0),
+    "custom": (Doubled, 2.0),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -75,8 +63,8 @@ class Watched(TorchDispatchMode):
 class Observer:
     """What the other thread saw: exceptions, wrong outputs, and the parameters' values."""
 
-    def __init__(self, model: nn.Module, by_hand: Callable[[list[Tensor], Tensor], Tensor]) -> None:
-        self.model, self.by_hand = model, by_hand
+    def __init__(self, model: nn.Module, factor: float) -> None:
+        self.model, self.factor = model, factor
         self.own = list(model.parameters())  # the tensors themselves, whatever stands in for them
         self.exceptions: list[Exception] = []
         self.wrong, self.seen = 0, 0
@@ -91,8 +79,10 @@ class Observer:
                 self.exceptions.append(error)
                 return
             self.seen += 1
-            right = outputs.shape == (len(LOOKED_AT), 2) and torch.allclose(
-                outputs, self.by_hand(theta, LOOKED_AT), rtol=1e-12, atol=1e-12
+            W1, b1, W2, b2 = theta
+            expected = self.factor * (torch.tanh(LOOKED_AT @ W1.mT + b1) @ W2.mT + b2)
+            right = outputs.shape == expected.shape and torch.allclose(
+                outputs, expected, rtol=1e-12, atol=1e-12
             )
             self.wrong += not right
             self.values.append(theta)
@@ -100,10 +90,10 @@ class Observer:
 
 def observe(network: str, settings: str, own: bool) -> tuple[Observer, int]:
     """Two steps under observation; how many tensors were seen with values of neither end of a step."""
-    make, by_hand = NETWORKS[network]
+    make, factor = NETWORKS[network]
     model, loss = make(), nn.MSELoss()
     optimizer = KFAC(model, loss, **SETTINGS[settings])
-    observer, between = Observer(model, by_hand), 0
+    observer, between = Observer(model, factor), 0
     for _ in range(2):
         before = [p.detach().clone() for p in model.parameters()]
         observer.values.clear()
@@ -124,20 +114,15 @@ CONFIGURATIONS = [(n, s, own) for n in NETWORKS for s in SETTINGS for own in (Fa
 
 @pytest.mark.parametrize(("network", "settings", "own"), CONFIGURATIONS)
 def test_another_thread_sees_no_exception_and_right_outputs_only(network, settings, own):
-    """Right are the outputs of the parameters as they are at that moment."""
-    observer, _ = observe(network, settings, own)
+    """Right are the outputs of the parameters as they are at that moment.
+
+    Every parameter of a perceptron is as before or as after the step, one tensor after the other.
+    """
+    observer, between = observe(network, settings, own)
     assert not observer.exceptions
     assert observer.wrong == 0
     assert observer.seen > 100
-
-
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("settings", ["defaults", "no trials", "every ρ"])
-def test_every_parameter_is_as_before_or_as_after_the_step(settings, own):
-    """One tensor after the other: in between, some are as before and some as after."""
-    observer, between = observe("perceptron", settings, own)
-    assert between == 0
-    assert observer.seen > 100
+    assert network != "perceptron" or settings == "block_tridiagonal" or between == 0
 
 
 class LookedAt(nn.Module):
