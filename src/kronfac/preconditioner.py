@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from kronfac.curvature import (
     EigenvalueCorrectedInverse,
     ExactTikhonov,
     Fisher,
-    InputBlock,
-    KroneckerBlock,
-    NoTargets,
 )
 from kronfac.distributed import World, averages_gradients, inner_model, refuse_distributed
 from kronfac.errors import (
@@ -38,7 +35,6 @@ from kronfac.model import (
     Blocks,
     Buffers,
     Network,
-    Unit,
     check_moments,
     dot,
     find_units,
@@ -65,7 +61,6 @@ from kronfac.step.examples import choose_examples, update_curvature
 from kronfac.step.state import CurrentInverse, State, initial_state
 from kronfac.warn import warn
 
-Sides = Literal["both", "inputs"]
 Schedule = float | Callable[[int], float]
 """A number, or one for every count of steps taken."""
 
@@ -81,8 +76,7 @@ EXACT: dict[str, ApproximateInverse] = {
 class Preconditioner:
     """Replaces gradients by preconditioned ones, for any optimizer that comes after it.
 
-        V ← (A ⊗ G + damping · I)⁻¹ V     for sides="both",
-        V ← V (A + damping · I)⁻¹         for sides="inputs",
+        V ← (A ⊗ G + damping · I)⁻¹ V,
 
     V being the gradient of a layer's weight, with its bias as a further column.
 
@@ -103,12 +97,9 @@ class Preconditioner:
         loss: the module that the loop calls, or a likelihood such as `kronfac.Categorical()` if the loop
             calls a function.
         damping: what is added to the eigenvalues; a new value counts from the next inverse on.
-        sides: `"both"`, or `"inputs"` for A alone. That takes a forward pass of K-FAC's own for statistics
-            and no backward pass; layers with one Kronecker product are preconditioned, the gradient of
-            every other parameter stays as it is.
-        inverse: for both sides: `"block_diagonal"`, `"ekfac"`, or an `ApproximateInverse`, class or
+        inverse: `"block_diagonal"`, `"ekfac"`, or an `ApproximateInverse`, class or
             instance, which damps as it says.
-        fisher: for both sides: `"sampled"`, `"empirical"`, `"exact"`, or an instance.
+        fisher: `"sampled"`, `"empirical"`, `"exact"`, or an instance.
         factor_interval: steps from one update of A and G to the next.
         inverse_interval: steps from one inverse to the next. Both are at most a quarter of the steps so
             far: at first the network changes so fast that an inverse is soon out of date.
@@ -136,7 +127,6 @@ class Preconditioner:
         loss: nn.Module,
         *,
         damping: Schedule = 1e-3,
-        sides: Sides = "both",
         inverse: str | ApproximateInverse | type[ApproximateInverse] = "block_diagonal",
         fisher: str | Fisher | type[Fisher] = "sampled",
         factor_interval: int = 1,
@@ -153,13 +143,6 @@ class Preconditioner:
                 "Preconditioner needs the model itself, whose layers it looks at, not its parameters: "
                 f"Preconditioner(model, loss); got a {type(model).__name__}."
             )
-        if sides not in get_args(Sides):
-            raise ValueError(f"Preconditioner's sides is one of {get_args(Sides)}; got {sides!r}.")
-        if sides == "inputs" and inverse != "block_diagonal":
-            raise ValueError(
-                "Preconditioner(sides='inputs') has one inverse, (A + damping · I)⁻¹; leave `inverse` out, "
-                f"or use sides='both'. Got {inverse!r}."
-            )
         if kl_clip is not None and lr is None:
             raise ValueError(
                 "Preconditioner's kl_clip bounds the step, which lr is a factor of: give lr too, the "
@@ -174,13 +157,12 @@ class Preconditioner:
                 raise ValueError(f"Preconditioner's {name} is an integer from 1 on; got {count!r}.")
         refuse_distributed(model)
         self.damping, self.kl_clip, self.lr = damping, kl_clip, lr
-        self.sides: Sides = sides
         self.factor_interval, self.inverse_interval = factor_interval, inverse_interval
         self.steps = 0
         """Steps taken."""
         # The steps with the last statistics and the last inverse.
         self._updated = self._refreshed = 0
-        chosen = NoTargets() if sides == "inputs" else fisher_of(fisher)
+        chosen = fisher_of(fisher)
         self.settings = Settings(
             inverse=inverse_of(
                 EXACT.get(inverse, inverse) if isinstance(inverse, str) else inverse
@@ -196,8 +178,7 @@ class Preconditioner:
         self._wrapped = averages_gradients(model)
         own = inner_model(model)
         trained = None if params is None else parameters_in(groups_of(params, own))
-        # Small convolutions and embeddings have an A too, if they have no dense block.
-        blocks = Blocks(dense_limit=0) if sides == "inputs" else Blocks()
+        blocks = Blocks()
         found = find_units(own, blocks, trained)
         self.network = Network(
             own, found.units, found.sites, objective_of(loss), Buffers(own), blocks
@@ -272,31 +253,26 @@ class Preconditioner:
         """Everything that the next step depends on, for `torch.save`; the same on all ranks."""
         saved = saving.save(self._state, self.network, self.settings)
         counts = (self.steps, self._updated, self._refreshed)
-        return {**dict(zip(COUNTS, counts, strict=True)), "sides": self.sides, "kfac": saved}
+        return {**dict(zip(COUNTS, counts, strict=True)), "kfac": saved}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state, bit for bit; a state that does not fit changes nothing.
 
         Raises:
-            StateError: it is of another model, kind of inverse, sides or version, or damaged.
+            StateError: it is of another model, kind of inverse or version, or damaged.
         """
         given = state_dict if isinstance(state_dict, dict) else {}
-        counts, sides = [given.get(name, -1) for name in COUNTS], given.get("sides")
+        counts = [given.get(name, -1) for name in COUNTS]
         valid = all(isinstance(n, int) and 0 <= n <= counts[0] for n in counts)
         if not valid or "kfac" not in given:
             raise StateError(
                 "Preconditioner.load_state_dict takes what Preconditioner.state_dict returned; got "
                 f"{type(state_dict).__name__} with {sorted(map(str, given))}."
             )
-        if sides != self.sides:
-            raise StateError(
-                f"The state was saved with sides={sides!r}; this Preconditioner has {self.sides!r}. Make "
-                "one with the same sides."
-            )
-        units = self._units(self.network)
+        units = self.network.units
         state, order, learned = saving.unpack_state(given["kfac"], units, self.settings, 0.0)
         network = self.network.continued(order, state.curvature, learned)
-        check_moments(state.curvature, self._units(network))
+        check_moments(state.curvature, network.units)
         self.network, self._state = network, state
         self.steps, self._updated, self._refreshed = counts
 
@@ -355,26 +331,11 @@ class Preconditioner:
         averaged = self._wrapped
         return join_ranks(self._world, own, iteration=iteration, averaged=averaged, sums=False)[0]
 
-    def _units(self, network: Network) -> list[Unit]:
-        """The units with the blocks that are estimated."""
-        if self.sides == "both":
-            return list(network.units)
-        kronecker = [
-            unit.block if unit.observed and isinstance(unit.block, KroneckerBlock) else None
-            for unit in network.units
-        ]
-        return [
-            replace(unit, block=InputBlock(*unit.shape, block))
-            for unit, block in zip(network.units, kronecker, strict=True)
-        ]
-
     def _with_statistics(self, evaluation: Evaluation, state: State) -> State:
         """The state with this mini-batch in its moving averages; as it was if they would not be finite."""
         self.network = evaluation.network
-        network = replace(evaluation.network, units=self._units(evaluation.network))
-        evaluation = replace(evaluation, network=network)
         m = Measurement(iteration=state.iteration + 1, examples=evaluation.examples)
-        with network.buffers.preserved():
+        with self.network.buffers.preserved():
             some = choose_examples(self.settings, evaluation, m)
             curvature, current, generator = update_curvature(
                 self.settings, evaluation, some, state, m

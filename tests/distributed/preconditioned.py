@@ -128,12 +128,8 @@ CASES: dict[str, Case] = {
     "front-accumulated": partial(train, ddp=True, examples=24, chunks=2, **SOME),
     "front-clipped": partial(train, kl_clip=1e-3, **SOME),
     "front-unseen": partial(train, make=Unseen, **SOME),
+    "front-words": partial(train, **WORDS, **SOME),
     "front-images": partial(train, **IMAGES, **SOME),
-    "front-inputs": partial(train, sides="inputs", **SOME),
-    "front-inputs-few": partial(train, sides="inputs", statistics_fraction=0.05),
-    "front-inputs-ddp": partial(train, sides="inputs", ddp=True, examples=24, **SOME),
-    "front-inputs-words": partial(train, sides="inputs", **WORDS, **SOME),
-    "front-inputs-images": partial(train, sides="inputs", **IMAGES, **SOME),
 }
 
 

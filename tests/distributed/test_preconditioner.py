@@ -14,8 +14,7 @@ QUICK = (
     "front-late",
     "front-ddp",
     "front-unseen",
-    "front-inputs-few",
-    "front-inputs-words",
+    "front-words",
 )
 RANKS = 3
 

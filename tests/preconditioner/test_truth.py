@@ -5,18 +5,12 @@ import torch
 from torch import Tensor, nn
 
 from kronfac import Preconditioner
-from kronfac.curvature import InputBlock, Tap
-from kronfac.curvature.block import blend
-from kronfac.errors import StateError
 from kronfac.extend import (
     BlockDiagonalInverse,
     EigenvalueCorrectedInverse,
     ExactTikhonov,
-    KroneckerBlock,
 )
-from kronfac.linearize.by_hand import Trace, trace_of
-from kronfac.storage import Layout, pack, unpack
-from tests.conftest import ALGEBRA, AUTODIFF
+from tests.conftest import AUTODIFF
 from tests.reference import dense
 
 DAMPING = 0.03
@@ -69,39 +63,6 @@ def test_the_factored_damping_of_an_inverse_that_is_given():
     torch.testing.assert_close(after, torch.linalg.solve(damped, before), **AUTODIFF)
 
 
-def test_the_input_side():
-    """(A ⊗ I + damping · I)⁻¹ g, and neither targets nor a likelihood count."""
-    model, x, y = problem()
-    A, G = dense.moments(model, x, "categorical")
-    before, after = stepped(model, x, y, sides="inputs")
-    sizes = [len(row[i]) for i, row in enumerate(G)]
-    sides = [dense.kron(A[i][i], torch.eye(n, dtype=torch.float64)) for i, n in enumerate(sizes)]
-    F = torch.block_diag(*sides)
-    expected = solve(F, before)
-    torch.testing.assert_close(after, expected, **AUTODIFF)
-
-
-@pytest.mark.parametrize("by_hand", [True, False])
-def test_the_input_side_has_no_backward_pass(monkeypatch, by_hand):
-    model, x, y = problem()
-    model = model if by_hand else nn.Sequential(*model, nn.Unflatten(1, (3, 1)), nn.Flatten())
-    loss = nn.CrossEntropyLoss()
-    preconditioner = Preconditioner(model, loss, sides="inputs")
-    loss(model(x), y).backward()
-    assert (
-        trace_of(preconditioner.network, preconditioner._recorder.batch().passes[0]) is not None
-    ) is by_hand
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a backward pass")
-
-    monkeypatch.setattr(torch.autograd, "grad", refuse)
-    monkeypatch.setattr(torch.autograd, "backward", refuse)
-    monkeypatch.setattr(Trace, "backwards", refuse)
-    preconditioner.step()
-    assert preconditioner.steps == 1
-
-
 def test_ekfac_is_diagonal_in_the_eigenbasis():
     """At first with the eigenvalues of A ⊗ G, so that it is the block-diagonal inverse."""
     results = []
@@ -138,14 +99,13 @@ def test_a_moving_average():
     torch.testing.assert_close(gradient(model), expected, **AUTODIFF)
 
 
-@pytest.mark.parametrize("sides", ["both", "inputs"])
-def test_micro_batches_are_one_mini_batch(sides):
+def test_micro_batches_are_one_mini_batch():
     model, x, y = problem()
-    _, whole = stepped(model, x, y, sides=sides)
+    _, whole = stepped(model, x, y)
     model, x, y = problem()
     loss_fn = nn.CrossEntropyLoss()
     preconditioner = Preconditioner(
-        model, loss_fn, damping=DAMPING, fisher="exact", statistics_fraction=1.0, sides=sides
+        model, loss_fn, damping=DAMPING, fisher="exact", statistics_fraction=1.0
     )
     for inputs, targets in zip(x.split(10), y.split(10), strict=True):
         (loss_fn(model(inputs), targets) / 4).backward()
@@ -163,87 +123,6 @@ def test_the_bound_on_the_step(kappa):
     nu = min(1.0, (kappa / (0.01 * float(before @ plain))) ** 0.5)
     assert nu == 1 or nu < 0.9
     torch.testing.assert_close(clipped, nu * plain, **AUTODIFF)
-
-
-def test_the_input_side_of_a_convolution_and_an_embedding():
-    """A is the second moment of patches with a one for the bias; of tokens, their frequencies."""
-    torch.manual_seed(1)
-    model = nn.Sequential(
-        nn.Embedding(7, 9),
-        nn.Unflatten(1, (2, 3)),
-        nn.Conv2d(2, 3, 2),
-        nn.Flatten(),
-        nn.Linear(48, 2),
-    ).double()
-    x, y = torch.randint(5, (30, 6)), torch.randint(2, (30,))
-    loss_fn = nn.CrossEntropyLoss()
-    preconditioner = Preconditioner(
-        model, loss_fn, sides="inputs", damping=DAMPING, statistics_fraction=1.0
-    )
-    loss_fn(model(x), y).backward()
-    embedding, conv = model[0], model[2]
-    tokens, kernel, bias = (p.grad.clone() for p in (embedding.weight, conv.weight, conv.bias))
-    preconditioner.step()
-    frequencies = torch.bincount(x.flatten(), minlength=7).double() / x.numel()
-    expected = tokens / (frequencies + DAMPING)[:, None]
-    torch.testing.assert_close(embedding.weight.grad, expected, **AUTODIFF)
-    patches = nn.functional.unfold(model[:2](x).detach(), 2).mT.reshape(-1, 8)
-    patches = torch.cat([patches, torch.ones(len(patches), 1, dtype=torch.float64)], dim=1)
-    A = patches.mT @ patches / len(patches) + DAMPING * torch.eye(9, dtype=torch.float64)
-    V = torch.cat([kernel.flatten(1), bias[:, None]], dim=1)
-    found = torch.cat([conv.weight.grad.flatten(1), conv.bias.grad[:, None]], dim=1)
-    torch.testing.assert_close(found, V @ torch.linalg.inv(A), **AUTODIFF)
-
-
-def test_the_block_of_the_input_side_keeps_the_contract_of_blocks():
-    """A ⊗ I by its definition, for Vᵀ on the other side, and damped."""
-    torch.manual_seed(2)
-    a, g = torch.randn(10, 3, 4).double(), torch.zeros(10, 3, 5).double()
-    A = a.flatten(0, 1).mT @ a.flatten(0, 1) / 30
-    I5 = torch.eye(5, dtype=torch.float64)
-    for transposed, dense_A, shape in (
-        (False, dense.kron(A, I5), (5, 4)),
-        (True, dense.kron(I5, A), (4, 5)),
-    ):
-        block = InputBlock(*shape, KroneckerBlock())
-        moments = block.observe([Tap(a, g, transposed=transposed)], 1.0)
-        torch.testing.assert_close(moments.dense(), dense_A, **ALGEBRA)
-        torch.testing.assert_close(moments.trace(), dense_A.trace(), **ALGEBRA)
-        operator = moments.damped(0.3, ExactTikhonov())
-        inverse = torch.linalg.inv(dense_A + 0.09 * torch.eye(20, dtype=torch.float64))
-        torch.testing.assert_close(operator.to_dense(), inverse, **ALGEBRA)
-        V = torch.randn(*shape).double()
-        torch.testing.assert_close(dense.vec(operator.mv(V)), inverse @ dense.vec(V), **ALGEBRA)
-        layout = Layout("layer", *shape, torch.float64)
-        for value in (moments, operator):
-            value.check(layout)
-            assert type(unpack(pack(value))) is type(value)
-            with pytest.raises(StateError):
-                value.check(Layout("layer", 5, 5, torch.float64))
-    kept = InputBlock(5, 4).average(None, 0.9).value()
-    assert kept.A is kept.G is None
-    assert torch.equal(kept.damped(0.3, ExactTikhonov()).mv(V.mT), V.mT)
-
-
-@pytest.mark.parametrize("diagonal", [False, True])
-def test_a_rank_that_has_not_used_a_unit_learns_on_which_side_its_inputs_are(diagonal):
-    """Sums of all ranks have one shape, and what was there before is of another matrix."""
-    block = InputBlock(5, 4, KroneckerBlock(diagonal_grads=diagonal))
-    used, idle = block.average(None, 0.0), block.average(None, 0.0)
-    a, g = torch.randn(7, 2, 5).double(), torch.randn(7, 2, 4).double()
-    used.add([Tap(a, g, transposed=True)], 1.0, 1.0)
-    zeros = [Tap(torch.zeros(1, 1, 4).double(), torch.zeros(1, 1, 5).double())]
-    idle.add(zeros, 0.0, 0.0)
-    before = idle.value()
-    totals = [sum(column) for column in zip(used.counts(), idle.counts(), strict=True)]
-    for average in (used, idle):
-        average.weigh(totals)
-    (left,), (right,) = used.parts(), idle.parts()
-    left[0].add_(right[0])
-    A = a.flatten(0, 1).mT @ a.flatten(0, 1) / 14
-    found = blend(before, used.value(), 0.95)
-    assert found.A is None
-    torch.testing.assert_close(found.G, A.diagonal() if diagonal else A, **ALGEBRA)
 
 
 def test_a_perceptron_inside_of_autocast():

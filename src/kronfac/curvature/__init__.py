@@ -9,7 +9,6 @@ from kronfac.curvature.ekfac import EigenvalueCorrectedInverse
 from kronfac.curvature.estimate import ema_decay
 from kronfac.curvature.fisher import EmpiricalFisher, ExactFisher, Fisher, SampledFisher
 from kronfac.curvature.grouped import GroupedKroneckerBlock, GroupedKroneckerMoments
-from kronfac.curvature.input_side import InputBlock, NoTargets
 from kronfac.curvature.inverse import ApproximateInverse, Curvature, DampedInverse, Link
 from kronfac.curvature.kronecker import KroneckerBlock, KroneckerMoments
 from kronfac.curvature.taps import (
@@ -47,7 +46,6 @@ __all__ = [
     "GroupedKroneckerBlock",
     "GroupedKroneckerMoments",
     "GroupedTap",
-    "InputBlock",
     "Inputs",
     "InverseCost",
     "KroneckerBlock",
@@ -56,7 +54,6 @@ __all__ = [
     "KroneckerSumMoments",
     "Link",
     "Moments",
-    "NoTargets",
     "OneHot",
     "Operator",
     "SampledFisher",
