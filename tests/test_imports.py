@@ -26,6 +26,7 @@ LATER = (
     "preconditioner",
     "reporting",
     "training",
+    "whitened_momentum",
 )
 """What is imported by those who use it."""
 

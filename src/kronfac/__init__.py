@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from kronfac.preconditioner import Preconditioner
     from kronfac.reporting import log_to
     from kronfac.training import AdaptiveBatchSampler
+    from kronfac.whitened_momentum import WhitenedMomentum as WhitenedMomentum
 
 __version__ = "0.1.0"
 
@@ -90,6 +91,7 @@ _LATER = {
     "Preconditioner": "kronfac.preconditioner",
     "log_to": "kronfac.reporting",
     "AdaptiveBatchSampler": "kronfac.training",
+    "WhitenedMomentum": "kronfac.whitened_momentum",
 }
 """Where names are that few programs use: imported when they are asked for, so that the import is quick."""
 _PACKAGES = ("extend", "integrations", "physics", "testing")

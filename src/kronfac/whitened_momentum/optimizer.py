@@ -1,0 +1,506 @@
+"""WhitenedMomentum: momentum, preconditioned by what every weight is multiplied with, and orthogonalised.
+
+For a weight W (m × n) with gradient g and inputs a, A = E[a aᵀ], ā = tr A / n:
+
+    M ← β M + (1 − β) g,   D = (1 − β) g + β M
+    X = polar(D (A + 0.2 ā I)⁻¹)            "polar", where these products are cheap beside the layer's own,
+    X = D (A/ā + 0.03 I)^(−1/2)             "whitened", elsewhere,
+    W ← (1 − lr · wd) W − lr · 0.2 √(m n) X / ‖X‖_F.
+
+All other parameters get AdamW at the same learning rate, whose updates are about as large per number.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from kronfac.distributed import World, inner_model, refuse_distributed
+from kronfac.errors import LoopError, NonFiniteError, NotPositiveDefiniteError
+from kronfac.groups import Params
+from kronfac.linalg.polar import polar
+from kronfac.model.input_factors import InputObserver, MatrixLayout, Seen, precise, without_traces
+from kronfac.warn import warn
+from kronfac.whitened_momentum.methods import (
+    ADAM,
+    METHODS,
+    POLAR,
+    EverydayPlan,
+    InputFactors,
+    choose,
+    has_factor,
+    inverse_cost,
+    inverted,
+    planned,
+    refresh_interval,
+)
+
+RMS = 0.2
+"""Size of an update per learning rate and number, as Adam's has [Moonlight, arXiv 2502.16982]."""
+WARM_UP = 0.02
+"""The share of the horizon in which the learning rate rises."""
+LARGE = 2**18
+"""Numbers of a weight from which it has products of its own; smaller ones of equal shape share them."""
+
+
+@dataclass(frozen=True)
+class EverydayReport:
+    """What happened so far."""
+
+    iteration: int
+    skipped: int
+    """Steps that were skipped because a gradient was not finite, since this object was made."""
+    lr: list[float]
+    """Of every group."""
+    methods: dict[str, list[str]]
+    """The names of the parameters that have each method."""
+    failures: dict[str, str]
+    """Weights whose last A was of no use, and why; the one before it is in use, or none."""
+
+
+class WhitenedMomentum(torch.optim.Optimizer):
+    """Momentum, whitened by input factors and orthogonalised, in the place of AdamW.
+
+    Example:
+        >>> model = nn.Sequential(
+        ...     nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+        ... )
+        >>> optimizer = WhitenedMomentum(model, steps=100)
+        >>> x = torch.randn(256, 2)
+        >>> for _ in range(100):
+        ...     optimizer.zero_grad()
+        ...     nn.functional.mse_loss(model(x), x.prod(dim=1, keepdim=True)).backward()
+        ...     optimizer.step()
+
+    Args:
+        model: the module that the loop calls, or one inside of it; if it is compiled, the compiled one.
+        lr: learning rate of all methods.
+        weight_decay: of parameters with two or more dimensions, or, if `params` is given, of all of them.
+        steps: if given, the rate rises over the first 2 % of so many steps, then falls linearly to zero.
+        seconds: the same for wall-clock time, which begins with the first step. A resumed run goes on
+            with what was left, but is not bit-exact.
+        params: parameters, or groups that may have their own `lr`, `weight_decay`, `momentum`, `betas` and
+            `method`. None for all of the model's.
+        method: of weight matrices: `"polar"`, `"whitened"`, `"adam"`, or `"auto"`: by their cost, and Adam
+            for embeddings, the last layer and weights whose products are not seen.
+        momentum: β.
+        betas: Adam's.
+        inputs: how A is estimated; None for A = I.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 0.01,
+        *,
+        weight_decay: float = 0.1,
+        steps: int | None = None,
+        seconds: float | None = None,
+        params: Params | None = None,
+        method: str = "auto",
+        momentum: float = 0.9,
+        betas: tuple[float, float] = (0.9, 0.95),
+        inputs: InputFactors | None = InputFactors(),  # noqa: B008, it is frozen
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                "WhitenedMomentum needs the model itself, whose layers it looks at, not its parameters: "
+                f"WhitenedMomentum(model, lr=0.01, params=…); got a {type(model).__name__}."
+            )
+        horizons = [h for h in (steps, seconds) if h is not None]
+        if len(horizons) > 1 or any(isinstance(h, bool) or not 0 < h < math.inf for h in horizons):
+            raise ValueError(
+                "WhitenedMomentum takes a positive number of steps or of seconds, or neither for a "
+                f"scheduler of yours; got steps={steps!r}, seconds={seconds!r}."
+            )
+        refuse_distributed(model)
+        self.model, self.inputs, self.steps, self.seconds = model, inputs, steps, seconds
+        if params is None:
+            # Vectors (biases, gains) are not pulled to zero.
+            trained = list(inner_model(model).parameters())
+            apart = [[p for p in trained if (p.dim() > 1) is matrix] for matrix in (True, False)]
+            decays = zip(apart, (weight_decay, 0.0), strict=True)
+            params = [{"params": part, "weight_decay": decay} for part, decay in decays if part]
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "method": method, "momentum": momentum,
+            "betas": tuple(betas), "eps": 1e-8, "iteration": 0, "elapsed": 0.0, "scheduled_lr": None,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+        self._skipped: Tensor | float = 0.0
+        self._listen()
+
+    def _listen(self) -> None:
+        """See forward passes from now on."""
+        rows = None if self.inputs is None else self.inputs.rows
+        self._observer = InputObserver(self.model, rows)
+        self._shown: dict[int, Seen] = {}
+        """What passes have shown of weights, by id."""
+        self._failures: dict[str, str] = {}
+        self._clock: float | None = None
+        self._arm()
+
+    # ---------------------------------------------------------------------------------------- a step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step, by the gradients in the parameters; a closure computes them first.
+
+        If a gradient is not finite, parameters and state stay as they are.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._set_rates()
+        iteration: int = self.param_groups[0]["iteration"]
+        trained = [p for p in self._parameters() if p.grad is not None and p.numel()]
+        self._refuse(trained)
+        if self._observer.armed:
+            self._learn(iteration)
+        if trained:
+            finite = self._finite([_gradient(p) for p in trained])
+            for group in self.param_groups:
+                self._update(group, finite)
+        for group in self.param_groups:
+            group["iteration"] = iteration + 1
+        if self._due(iteration + 1):
+            self._arm()
+        return loss
+
+    def _finite(self, gradients: list[Tensor]) -> Tensor:
+        """Return 1 if all gradients are finite, else 0, on their device; count the skipped steps."""
+        device = gradients[0].device
+        sums = (g.sum(dtype=precise(g.dtype)) for g in gradients)
+        finite = torch.stack([total.isfinite().to(device) for total in sums]).all().float()
+        self._skipped = self._skipped + (1 - finite)
+        return finite
+
+    def _update(self, group: dict[str, Any], finite: Tensor) -> None:
+        """Update the parameters of a group, those of equal shape and method together."""
+        buckets: dict[Any, list[Tensor]] = {}
+        for p in group["params"]:
+            if p.grad is None or not p.numel():
+                continue
+            state = self.state[p]
+            if not state:
+                self._begin(p, group["method"])
+            key: tuple[Any, ...] = (state["method"], p.dtype, p.device)
+            if state["method"] != ADAM:
+                size = MatrixLayout(*state["layout"]).size(p.shape)
+                key += (size, "inverse" in state, id(p) if p.numel() >= LARGE else 0)
+            buckets.setdefault(key, []).append(p)
+        for key, bucket in buckets.items():
+            update = _update_by_adam if key[0] == ADAM else _update_matrices
+            update(bucket, [self.state[p] for p in bucket], group, finite.to(bucket[0].device))
+
+    # ----------------------------------------------------------------------------- methods and factors
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _due(self, iteration: int) -> bool:
+        """Whether inputs are sampled before this step."""
+        interval = math.inf if self.inputs is None else self.inputs.interval
+        early = iteration & (iteration - 1) == 0 and iteration < interval
+        return iteration == 0 or (self.inputs is not None and (early or iteration % interval == 0))
+
+    def _arm(self) -> None:
+        """See the forward passes before the next step."""
+        if (
+            vars(self.model).get("_modules") is not None
+        ):  # else it is a copy that is not complete yet
+            weights = [p for p in self._parameters() if p.dim() > 1 and p.numel()]
+            wanted = {id(p) for p in weights if p.requires_grad and self._sampled(p)}
+            self._observer.arm(weights, wanted, self.param_groups[0]["iteration"])
+
+    def _sampled(self, p: Tensor) -> bool:
+        """Whether A is taken of a weight's inputs; of one without a method, if it might need one."""
+        state = self.state.get(p)
+        if not state:
+            return self.inputs is not None and p[0].numel() <= self.inputs.widest
+        return state["method"] != ADAM and has_factor(
+            p, MatrixLayout(*state["layout"]), self.inputs
+        )
+
+    def _learn(self, iteration: int) -> None:
+        """Take over what forward passes have shown, on all ranks."""
+        passes, found = self._observer.passes, self._observer.disarm()
+        world, parameters = World.current(), self._parameters()
+        own = {str(n): found[id(p)].facts() for n, p in enumerate(parameters) if id(p) in found}
+        merged: dict[int, Seen] = {}
+        for facts in world.exchange(own, self._observer.device, "statistics"):
+            for n, fact in facts.items():
+                merged.setdefault(int(n), Seen()).merge(Seen.of(fact))
+        self._shown |= {id(parameters[n]): seen for n, seen in merged.items()}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.numel() and not self.state[p]:
+                    self._begin(p, group["method"])
+        if not (passes or self._shown or iteration):
+            warn(
+                "WhitenedMomentum has seen no forward pass of its model with gradients, and uses Adam for "
+                "all parameters. Give it the module that the loop calls, compiled if that is."
+            )
+        if not self._due(iteration):
+            return
+        sampled = [parameters[n] for n in sorted(merged) if self.state.get(parameters[n])]
+        sampled = [p for p in sampled if self._sampled(p)]
+        sums, counts = [], []
+        for p in sampled:
+            seen, layout = found.get(id(p)), MatrixLayout(*self.state[p]["layout"])
+            n = layout.size(p.shape)[2]
+            zeros = p.new_zeros(layout.groups, n, n, dtype=precise(p.dtype))
+            gram = None if seen is None else seen.gram
+            sums.append(zeros if gram is None else gram)
+            counts.append(0.0 if seen is None else float(seen.sampled))
+        counts = world.sum(sums, "statistics", numbers=counts) if sums else []
+        for p, gram, count in zip(sampled, sums, counts, strict=True):
+            if count:
+                self._average(p, gram / count, iteration)
+
+    def _begin(self, p: Tensor, method: str) -> None:
+        """Choose the method of a parameter, which it keeps, and make its state."""
+        seen = self._shown.get(id(p), Seen())
+        rows = seen.rows // World.current().size
+        state, layout = self.state[p], seen.layout
+        state["method"], _ = choose(p, seen, rows, method, self.inputs)
+        state["layout"] = (int(layout.transposed), layout.groups, layout.parts)
+        state["rows"] = rows
+        zeros = torch.zeros_like(p, dtype=precise(p.dtype))
+        if state["method"] == ADAM:
+            state |= {"step": zeros.new_zeros((), dtype=torch.float32), "exp_avg": zeros}
+            state["exp_avg_sq"] = zeros.clone()
+        else:
+            state["momentum"] = zeros
+
+    def _average(self, p: Tensor, A: Tensor, iteration: int) -> None:
+        """Take a sample's A into the moving average, and invert that if it is time."""
+        assert self.inputs is not None
+        state = self.state[p]
+        try:
+            if not bool(A.diagonal(dim1=1, dim2=2).sum().isfinite()):
+                raise NonFiniteError("The weight's inputs hold NaN or infinity.")
+            samples = state["samples"] = state.get("samples", 0) + 1
+            weight = 1 - min(1 - 1 / samples, self.inputs.decay)
+            state["A"] = A if samples == 1 else torch.lerp(state["A"], A, weight)
+            cost = inverse_cost(p, state["method"], MatrixLayout(*state["layout"]))
+            every = refresh_interval(p, cost, state["rows"], self.inputs)
+            if iteration % every == 0 or (iteration < every and iteration & (iteration - 1) == 0):
+                state["inverse"] = torch.stack(
+                    [inverted(each, state["method"]) for each in state["A"]]
+                )
+            self._failures.pop(self._name(p), None)
+        except (NonFiniteError, NotPositiveDefiniteError) as error:
+            self._failures[self._name(p)] = str(error)
+
+    # -------------------------------------------------------------------------------------- the rate
+
+    def _set_rates(self) -> None:
+        """Set the rates of this step, if there is a horizon."""
+        first = self.param_groups[0]
+        if self.steps is not None:
+            done, ahead = first["iteration"] / self.steps, 1 / self.steps
+        elif self.seconds is not None:
+            now = time.monotonic()
+            elapsed = first["elapsed"] + (0.0 if self._clock is None else now - self._clock)
+            first["elapsed"] = World.current().gather([elapsed], "evaluation")[0][0]
+            self._clock, done, ahead = now, first["elapsed"] / self.seconds, 1e-3
+        else:
+            return
+        factor = max(0.0, min((done + ahead) / WARM_UP, 1 - done))
+        for group in self.param_groups:
+            if group["scheduled_lr"] is None:
+                group["peak_lr"] = group["scheduled_lr"] = group["lr"]
+            if "initial_lr" in group or group["lr"] != group["scheduled_lr"]:
+                raise LoopError(
+                    "WhitenedMomentum was given steps or seconds and sets the learning rate itself, but a "
+                    "scheduler or the loop sets it too. Leave out one of them."
+                )
+            group["lr"] = group["scheduled_lr"] = group["peak_lr"] * factor
+
+    # ------------------------------------------------------------------------------- torch's contract
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train further parameters, such as those of a layer that was added to the model."""
+        super().add_param_group(param_group)
+        group, number = self.param_groups[-1], len(self.param_groups) - 1
+        for key in ("lr", "weight_decay"):
+            if not 0 <= float(group[key]) < math.inf:
+                raise ValueError(
+                    f"WhitenedMomentum's {key} is finite and not negative; group {number} has "
+                    f"{group[key]!r}."
+                )
+        rates = (group["momentum"], *group["betas"])
+        if len(rates) != 3 or not all(0 <= rate < 1 for rate in rates):
+            raise ValueError(
+                "WhitenedMomentum's momentum and both betas are at least 0 and below 1; got "
+                f"{group['momentum']!r} and {group['betas']!r}."
+            )
+        if group["method"] not in ("auto", *METHODS):
+            raise ValueError(
+                f"WhitenedMomentum's method is one of {('auto', *METHODS)}; got {group['method']!r}."
+            )
+        self._refuse(group["params"])
+        group["iteration"] = self.param_groups[0]["iteration"]
+        if hasattr(self, "_observer"):
+            self._arm()
+
+    def _refuse(self, parameters: Sequence[Tensor]) -> None:
+        """Refuse complex parameters and sparse gradients."""
+        for p in parameters:
+            sparse = p.grad is not None and p.grad.layout != torch.strided
+            if sparse or p.is_complex():
+                what = "has a sparse gradient" if sparse else "is complex"
+                raise ValueError(
+                    f"WhitenedMomentum trains real parameters by dense gradients; {self._name(p)!r} {what}."
+                    " Make embeddings with sparse=False, and complex weights of two real ones."
+                )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved state, bit for bit."""
+        super().load_state_dict(state_dict)
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        for number, p in zip(numbers, self._parameters(), strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    # Torch casts it to the dtype of the parameter, which may be in half precision.
+                    self.state[p][key] = value.to(p.device, copy=True)
+        self._listen()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy is made from."""
+        names = ("model", "inputs", "steps", "seconds", "_skipped")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "model" in state:  # else it is called by `load_state_dict`
+            self._listen()
+
+    # ------------------------------------------------------------------------------------ to be read
+
+    def _name(self, p: Tensor) -> str:
+        names = {id(q): name for name, q in inner_model(self.model).named_parameters()}
+        return names.get(id(p), f"a parameter of shape {tuple(p.shape)}")
+
+    @property
+    def report(self) -> EverydayReport:
+        """What happened so far. Reading it waits for the device."""
+        methods: dict[str, list[str]] = {}
+        for p, state in self.state.items():
+            if state:
+                methods.setdefault(METHODS[state["method"]], []).append(self._name(p))
+        rates = [float(group["lr"]) for group in self.param_groups]
+        iteration = self.param_groups[0]["iteration"]
+        return EverydayReport(iteration, int(self._skipped), rates, methods, dict(self._failures))
+
+    def plan(self, *example: Any, **named: Any) -> EverydayPlan:
+        """What every parameter gets, and its cost, from one forward pass on an example; nothing changes."""
+        model, armed = inner_model(self.model), self._observer.armed
+        observer = InputObserver(model, None)
+        self._observer.disarm()
+        observer.arm([p for p in self._parameters() if p.dim() > 1 and p.numel()], (), 0)
+        try:
+            with torch.enable_grad(), without_traces(model):
+                model(*example, **named)
+        finally:
+            found = observer.disarm()
+            if armed:
+                self._arm()
+        rows = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                seen = found.get(id(p), Seen())
+                method, why = choose(p, seen, seen.rows, group["method"], self.inputs)
+                rows.append(planned(self._name(p), p, seen, method, why, self.inputs))
+        products = sum(row.products for row in rows)
+        cost = 1 + sum(row.added for row in rows) / max(products, 1.0)
+        own = sum(p.numel() * p.element_size() for p in self._parameters())
+        return EverydayPlan(rows, cost, sum(row.bytes for row in rows) / max(own, 1))
+
+
+# ------------------------------------------------------------------------------------- the updates
+
+
+def _gradient(p: Tensor) -> Tensor:
+    assert p.grad is not None
+    return p.grad
+
+
+def _update_matrices(
+    bucket: Sequence[Tensor],
+    states: Sequence[dict[str, Any]],
+    group: dict[str, Any],
+    finite: Tensor,
+) -> None:
+    """Update weights of equal shape and method."""
+    momenta = [state["momentum"] for state in states]
+    good, finite, beta = finite > 0, finite.to(momenta[0].dtype), group["momentum"]
+    # In place of a gradient that is not finite the momentum itself, which stays as it is.
+    D = [
+        torch.where(good, _gradient(p).to(M.dtype), M) for p, M in zip(bucket, momenta, strict=True)
+    ]
+    torch._foreach_lerp_(momenta, D, 1 - beta)
+    torch._foreach_lerp_(D, momenta, beta)
+    layouts = [MatrixLayout(*state["layout"]) for state in states]
+    matrices = [layout.split(each) for layout, each in zip(layouts, D, strict=True)]
+    if "inverse" in states[0]:
+        matrices = [
+            _times(each, state["inverse"]) for each, state in zip(matrices, states, strict=True)
+        ]
+    X = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+    X = polar(X) if states[0]["method"] == POLAR else X
+    tiny = torch.finfo(X.dtype).tiny
+    X = X / X.abs().amax(dim=(1, 2), keepdim=True).clamp(min=tiny)  # squares may underflow
+    norms = torch.linalg.matrix_norm(X, keepdim=True).clamp(min=tiny)
+    length = group["lr"] * RMS * math.sqrt(X.shape[1] * X.shape[2]) * finite
+    X = X * (-length / norms)
+    kept = 1 - group["lr"] * group["weight_decay"] * finite
+    for p, layout, part in zip(bucket, layouts, X.split(len(X) // len(bucket)), strict=True):
+        step = layout.join(part, p.shape)
+        if p.dtype == step.dtype:
+            p.mul_(kept).add_(step)
+        else:
+            p.copy_(p.to(step.dtype).mul_(kept).add_(step))
+
+
+def _times(D: Tensor, M: Tensor) -> Tensor:
+    """D M for every matrix; M (groups, n, n) is shared by the parts of a group."""
+    product: Tensor = D.unflatten(0, (len(M), -1)) @ M.unsqueeze(1)
+    return product.flatten(0, 1)
+
+
+def _update_by_adam(
+    bucket: Sequence[Tensor],
+    states: Sequence[dict[str, Any]],
+    group: dict[str, Any],
+    finite: Tensor,
+) -> None:
+    """Update parameters by torch's AdamW, which skips a step by itself."""
+    exact = states[0]["exp_avg"].dtype
+    own = [p.to(exact) for p in bucket]  # the parameters themselves in full precision
+    adamw(
+        own,
+        [_gradient(p).to(exact) for p in bucket],
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        fused=True,
+        found_inf=1 - finite,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    for p, new in zip(bucket, own, strict=True):
+        if new is not p:
+            p.copy_(new)
