@@ -116,6 +116,9 @@ CASES: dict[str, Case] = {
     "mse": Case(lambda z, n: mse(z, real(n))),
     "mse, sum": Case(lambda z, n: mse(z, real(n), reduction="sum")),
     "mse, element weights": Case(lambda z, n: mse(z, real(n), weight=elements(n))),
+    "mse, element weights, sum": Case(
+        lambda z, n: mse(z, real(n), weight=elements(n), reduction="sum")
+    ),
     "mse, images": Case(lambda z, n: mse(z, normal(n, C, T)), outputs=C * T, ends=pixels),
     "bce of logits": Case(lambda z, n: logits_bce(z, uniform(n, C))),
     "bce of logits, weights": Case(

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.testing import assert_close
 
 from kronfac.errors import TargetError, UnsupportedLossError
-from kronfac.objective import Bernoulli, Categorical, Gaussian, Terms, objective_of
+from kronfac.objective import READERS, Bernoulli, Categorical, Gaussian, Terms, objective_of
 from tests.conftest import ALGEBRA, AUTODIFF, normal, seeded
 from tests.reference import dense
 
@@ -147,6 +148,23 @@ WEIGHTED = {
         (CASES, OUTPUTS),
         GREY,
     ),
+    "smoothed, all counted": (
+        nn.CrossEntropyLoss(weight=CLASSES, label_smoothing=0.3),
+        (CASES, OUTPUTS),
+        INDICES,
+    ),
+    "smoothed and ignored": (nn.CrossEntropyLoss(label_smoothing=0.2), (CASES, OUTPUTS), IGNORED),
+    "class weights and ignored": (nn.CrossEntropyLoss(weight=CLASSES), (CASES, OUTPUTS), IGNORED),
+    "another ignore_index, summed": (
+        nn.CrossEntropyLoss(ignore_index=1, reduction="sum"),
+        (CASES, OUTPUTS),
+        INDICES,
+    ),
+    "pixels, soft targets": (
+        nn.CrossEntropyLoss(),
+        (CASES, OUTPUTS, 2),
+        normal(CASES, OUTPUTS, 2, seed=5).softmax(dim=1),
+    ),
     "more dimensions": (nn.MSELoss(), (CASES, 2, 3), normal(CASES, 2, 3, seed=3)),
     "one output without a dimension": (nn.MSELoss(), (CASES,), normal(CASES, seed=3)),
 }
@@ -243,3 +261,29 @@ def test_losses_that_are_no_plain_likelihood_are_refused(loss, message):
 def test_targets_that_do_not_fit_are_refused(loss, outputs, targets):
     with pytest.raises(TargetError, match="needs"):
         objective_of(loss).read(normal(*outputs), targets)
+
+
+def test_arguments_that_torch_has_deprecated_are_refused():
+    z = normal(CASES, OUTPUTS)
+    with pytest.raises(UnsupportedLossError, match="'mean', 'sum' or 'none'; got 'all'"):
+        READERS[functional.cross_entropy](z, INDICES, reduction="all")
+    with pytest.raises(UnsupportedLossError, match="not size_average"):
+        READERS[functional.mse_loss](z, GREY, size_average=False)
+
+
+def test_total_weights():
+    z = normal(CASES, OUTPUTS)
+    mse, ce = READERS[functional.mse_loss], READERS[functional.cross_entropy]
+    assert ce(z, IGNORED).total_weight == pytest.approx(1.0)
+    assert ce(z, IGNORED, reduction="sum").total_weight == 3.0
+    assert mse(z, GREY).total_weight == pytest.approx(1 / OUTPUTS)
+    assert mse(z, GREY, reduction="sum").scaled(0.5).total_weight == CASES / 2
+
+
+def test_a_selection_of_terms_keeps_their_weights_and_targets():
+    terms = objective_of(nn.CrossEntropyLoss(weight=CLASSES)).read(normal(CASES, OUTPUTS), IGNORED)
+    index = torch.tensor([2, 1])
+    some = terms.select(index, torch.Size((2, OUTPUTS)))
+    assert torch.equal(some.weight, terms.weight[index])
+    assert torch.equal(some.targets, terms.targets[index])
+    assert some.count == 2
