@@ -96,22 +96,3 @@ def test_when_rho_is_wanted():
     rule = AdaptiveDamping(settling=4, interval=5)
     assert [k for k in range(1, 22) if rule.measures(k) == "next"] == [2, 3, 4, 5, 10, 15, 20]
     assert not any(rule.measures(k) == "own" for k in range(1, 22))
-
-
-@pytest.mark.parametrize(
-    ("settings", "what"),
-    [
-        ({"lambda_": 0.0}, "λ is positive"),
-        ({"lambda_": math.nan}, "λ is positive"),
-        ({"lambda_": math.inf}, "λ is positive"),
-        ({"interval": 0}, "interval"),
-        ({"settling": -1}, "settling"),
-        ({"decay": 0.0}, "decay"),
-        ({"tolerated": 1.0}, "tolerated"),
-        ({"tolerated_exactly": -1.1}, "tolerated_exactly"),
-        ({"rate": 0.0}, "rate"),
-    ],
-)
-def test_settings_are_checked(settings, what):
-    with pytest.raises(ValueError, match=what):
-        AdaptiveDamping(**settings)

@@ -1,6 +1,7 @@
 """Every rule passes the kit that users have for theirs, and the kit finds what it is there to find."""
 
 import itertools
+import math
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -16,7 +17,7 @@ from kronfac import (
     QuadraticModel,
     RawStep,
 )
-from kronfac.extend import DampingRule, DampingState, GammaRule, GammaState
+from kronfac.extend import DampingRule, DampingState, GammaRule, GammaState, LongMemory
 from kronfac.testing import check_damping_rule, check_gamma_rule, check_step_rule, check_units
 
 
@@ -158,3 +159,41 @@ class Unbounded(DampingRule[DampingState]):
 def test_the_kit_finds_faults(check, rule, message):
     with pytest.raises(AssertionError, match=message):
         check(rule)
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings", "what"),
+    [
+        *((FixedGamma, {"gamma": x}, "γ is finite") for x in (-1.0, math.inf, math.nan)),
+        *((FixedDamping, {"lambda_": x}, "λ is finite") for x in (-1.0, math.inf, math.nan)),
+        (LevenbergMarquardtRule, {"lambda_": -1.0}, "λ is finite"),
+        (LevenbergMarquardtRule, {"interval": 0}, "interval"),
+        *((LevenbergMarquardtRule, {"decay": x}, "decay") for x in (0.0, 1.1, math.nan)),
+        *((AdaptiveDamping, {"lambda_": x}, "λ is positive") for x in (0.0, math.nan, math.inf)),
+        (AdaptiveDamping, {"interval": 0}, "interval"),
+        (AdaptiveDamping, {"settling": -1}, "settling"),
+        (AdaptiveDamping, {"decay": 0.0}, "decay"),
+        (AdaptiveDamping, {"tolerated": 1.0}, "tolerated"),
+        (AdaptiveDamping, {"tolerated_exactly": -1.1}, "tolerated_exactly"),
+        (AdaptiveDamping, {"rate": 0.0}, "rate"),
+        (GammaSearch, {"interval": 0}, "interval"),
+        *((GammaSearch, {"factor": x}, "factor") for x in (0.0, 1.0)),
+        *((GammaSearch, {"minimum": x}, "minimum") for x in (0.0, -1.0)),
+        (GammaSearch, {"minimum": 2.0, "maximum": 1.0}, "minimum"),
+        *((GammaSearch, {"maximum": x}, "maximum") for x in (0.0, -1.0, math.nan)),
+        (GammaSearch, {"criterion": "loss"}, "criterion"),
+        (AdaptiveGamma, {"strength": 0.0}, "strength"),
+        (AdaptiveGamma, {"drift": 1.0}, "drift"),
+        *((AdaptiveGamma, {"minimum": x}, "minimum") for x in (0.0, math.inf)),
+        (AdaptiveGamma, {"trusted": 1.1}, "trusted"),
+        (AdaptiveGamma, {"factor": 1.0}, "factor"),
+        *((LongMemory, {"taken": x}, "taken") for x in (0.0, 1.1)),
+        (LongMemory, {"kept": -0.1}, "kept"),
+        (LongMemory, {"share": math.nan}, "share"),
+        *((LongMemory, {"longest": x}, "longest") for x in (0.5, math.inf)),
+        (LongMemory, {"averaged": 0.0}, "averaged"),
+    ],
+)
+def test_settings_are_checked(rule, settings, what):
+    with pytest.raises(ValueError, match=what):
+        rule(**settings)

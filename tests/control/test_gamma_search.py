@@ -78,29 +78,3 @@ def test_searches_happen_where_the_inverse_is_refreshed(search, refresh, fits):
         with pytest.raises(ValueError, match="multiple of inverse_interval"):
             rule.check_interval(refresh)
     FixedGamma().check_interval(refresh)
-
-
-@pytest.mark.parametrize(
-    ("settings", "what"),
-    [
-        ({"interval": 0}, "interval"),
-        ({"factor": 0.0}, "factor"),
-        ({"factor": 1.0}, "factor"),
-        ({"minimum": 0.0}, "minimum"),
-        ({"minimum": -1.0}, "minimum"),
-        ({"minimum": 2.0, "maximum": 1.0}, "minimum"),
-        ({"maximum": 0.0}, "maximum"),
-        ({"maximum": -1.0}, "maximum"),
-        ({"maximum": math.nan}, "maximum"),
-        ({"criterion": "loss"}, "criterion"),
-    ],
-)
-def test_settings_are_checked(settings, what):
-    with pytest.raises(ValueError, match=what):
-        GammaSearch(**settings)
-
-
-@pytest.mark.parametrize("gamma", [-1.0, math.inf, math.nan])
-def test_fixed_gamma_is_finite_and_not_negative(gamma):
-    with pytest.raises(ValueError, match="γ is finite"):
-        FixedGamma(gamma)

@@ -43,33 +43,7 @@ def test_omega_is_the_decay_of_a_whole_interval(interval, decay):
     )
 
 
-def test_down_and_up_again_is_where_it_was():
-    rule = LevenbergMarquardtRule()
-    assert updated(rule, updated(rule, 3.0, 1.0), 0.0) == pytest.approx(3.0, rel=1e-14)
-
-
 def test_fixed_damping_never_measures_nor_moves():
     rule = FixedDamping(0.3)
     assert not any(rule.measures(k) for k in range(1, 50))
     assert updated(rule, 0.3, -1.0) == 0.3
-
-
-@pytest.mark.parametrize("lambda_", [-1.0, math.inf, math.nan])
-@pytest.mark.parametrize("rule", [LevenbergMarquardtRule, FixedDamping])
-def test_lambda_is_finite_and_not_negative(rule, lambda_):
-    with pytest.raises(ValueError, match="λ is finite"):
-        rule(lambda_=lambda_)
-
-
-@pytest.mark.parametrize(
-    ("settings", "what"),
-    [
-        ({"interval": 0}, "interval"),
-        ({"decay": 0.0}, "decay"),
-        ({"decay": 1.1}, "decay"),
-        ({"decay": math.nan}, "decay"),
-    ],
-)
-def test_settings_are_checked(settings, what):
-    with pytest.raises(ValueError, match=what):
-        LevenbergMarquardtRule(**settings)

@@ -210,23 +210,6 @@ def test_conjugate_gradients_start_from_the_minimiser():
     assert once.long_memory == RULE.long_memory == LongMemory()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("taken", 0.0),
-        ("taken", 1.1),
-        ("kept", -0.1),
-        ("share", math.nan),
-        ("longest", 0.5),
-        ("longest", math.inf),
-        ("averaged", 0.0),
-    ],
-)
-def test_settings_are_checked(name, value):
-    with pytest.raises(ValueError, match=name):
-        LongMemory(**{name: value})
-
-
 def excess(
     curvature: torch.Tensor,
     memory: LongMemory | None,

@@ -17,7 +17,7 @@ from kronfac.control import (
     clip_to_objective,
 )
 from kronfac.control.base import model_change
-from tests.conftest import ALGEBRA, AUTODIFF, mlp, normal, spd
+from tests.conftest import ALGEBRA, AUTODIFF, normal, spd
 from tests.reference import dense
 
 SIZE = 8
@@ -62,23 +62,6 @@ def test_one_direction_is_the_formula_of_the_paper():
     assert step.predicted_change == pytest.approx(float(GRADIENT @ delta / 2), rel=1e-12)
 
 
-def test_two_directions_are_the_formula_of_the_paper():
-    """(α, μ) = −Q⁻¹r [MG15 §7]."""
-    directions = [normal(SIZE, seed=2), normal(SIZE, seed=3)]
-    Q, r = reduced(directions)
-    step, _ = solve(directions)
-    assert_close(
-        torch.tensor(step.coefficients, dtype=torch.float64), -torch.linalg.solve(Q, r), **ALGEBRA
-    )
-
-
-def test_the_natural_gradient_keeps_its_length():
-    """Δ = −H⁻¹∇h minimises M already: α = 1, and the previous update has nothing to add."""
-    Delta = -torch.linalg.solve(H, GRADIENT)
-    step, _ = solve([Delta, normal(SIZE, seed=3)])
-    assert step.coefficients == pytest.approx((1.0, 0.0), abs=1e-10)
-
-
 @pytest.mark.parametrize("precision", [EPS, torch.finfo(torch.float32).eps])
 @pytest.mark.parametrize("scale", [1.0, -3.0, 1e-6, 1e6])
 def test_a_previous_update_that_is_parallel_to_the_proposal(precision, scale):
@@ -121,19 +104,6 @@ def test_float32_noise_in_nearly_parallel_directions_is_not_amplified():
     assert_close(delta, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_with_the_exact_fisher_of_a_network():
-    """Q from F + (λ + η)I and r from ∇h + ηθ, all dense, as one piece."""
-    model, x, y = mlp([4, 5, 2]), normal(12, 4), torch.arange(12) % 2
-    eta, lambda_ = 0.01, 0.3
-    F = dense.exact_fisher(model, x, "categorical")
-    damped = F + (eta + lambda_) * torch.eye(len(F)).double()
-    gradient = dense.gradient(model, torch.nn.CrossEntropyLoss(), x, y) + eta * dense.theta(model)
-    V = torch.stack([-gradient, normal(len(F), seed=5)], dim=1)
-    step = solved(QuadraticModel(), V.mT @ damped @ V, V.mT @ gradient, EPS)
-    expected = dense.minimise_over_span(damped, gradient, list(V.mT))
-    assert_close(V @ torch.tensor(step.coefficients, dtype=torch.float64), expected, **AUTODIFF)
-
-
 # -------------------------------------------------------------------------------------- properties
 
 numbers = st.floats(-1e3, 1e3)
@@ -174,14 +144,6 @@ def test_the_step_does_not_depend_on_the_length_of_the_directions(system, logs):
     assert scaled.predicted_change == pytest.approx(plain.predicted_change, rel=1e-6, abs=1e-300)
 
 
-@given(st.integers(0, 1000))
-def test_more_directions_are_never_worse(seed):
-    Delta, previous = normal(SIZE, seed=seed), normal(SIZE, seed=seed + 5000)
-    alone, _ = solve([Delta])
-    both, _ = solve([Delta, previous])
-    assert both.predicted_change <= alone.predicted_change * (1 - 1e-12)
-
-
 # ------------------------------------------------------------------------------------------ others
 
 
@@ -192,12 +154,6 @@ def test_raw_step_keeps_the_proposal(alpha):
     assert step.coefficients == (alpha,)
     expected = dense.quadratic_change(H, GRADIENT, alpha * Delta)
     assert step.predicted_change == pytest.approx(float(expected), rel=1e-12)
-
-
-def test_which_rules_use_the_previous_update():
-    assert QuadraticModel().momentum
-    assert not QuadraticModel(momentum=False).momentum
-    assert not RawStep().momentum
 
 
 @pytest.mark.parametrize("objective", [0.3, 1.0, 2.4])
