@@ -1,8 +1,9 @@
 """What keeps a release back."""
 
-from tests.release.api_changes import changes
+import pytest
+
 from tests.release.changelog import NUMBERS
-from tests.release.check import change_faults, name_faults, previous_tag
+from tests.release.check import PLACES, change_faults, changes, name_faults, needed, previous_tag
 
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2026-01-02\n\n### Added\n\n- A thing.\n"
 REMOVED = changes("kronfac.f (a)\n", "")
@@ -27,9 +28,23 @@ def test_the_changelog_has_the_version():
 
 def test_a_removed_name_needs_more_than_a_patch():
     (fault,) = change_faults("0.1.0", "0.1.1", REMOVED, False, CHANGELOG)
-    assert "kronfac.f: removed" in fault
+    assert "- kronfac.f (a)" in fault
     (fault,) = change_faults("1.1.0", "1.2.0", REMOVED, False, CHANGELOG)
     assert "needs at least a major release" in fault
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "stable", "early"),
+    [
+        ("# head\na (x)\n", "a (x)\n", "patch", "patch"),
+        ("a (x)\n", "a (x)\nb class\n", "minor", "patch"),
+        ("a (x)\nb class\n", "a (x)\n", "major", "minor"),
+        ("a (x=1)\n", "a (x=2)\n", "major", "minor"),
+    ],
+)
+def test_the_version_that_a_change_needs(old, new, stable, early):
+    assert PLACES[needed(changes(old, new), (1, 2, 3))] == stable
+    assert PLACES[needed(changes(old, new), (0, 2, 3))] == early
 
 
 def test_a_version_goes_up():
