@@ -73,34 +73,28 @@ def closure_raises(optimizer: KFAC, rank: int, size: int) -> str:
     return attempt(lambda: optimizer.step(closure))
 
 
-def statistics_raise(optimizer: KFAC, rank: int, size: int) -> str:
-    """As if one rank had no memory left in the middle of a step."""
-    x, y = batch(9, rank, size)
-    fault = {"side_effect": BrokenError("no memory left")} if rank == size - 1 else {}
-    if not fault:
-        return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
-    with patch("kronfac.step.examples.estimate", **fault):
-        return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
-
-
-def products_raise(optimizer: KFAC, rank: int, size: int) -> str:
-    """After gradients and statistics were summed."""
-    x, y = batch(9, rank, size)
+def broken(place: str, rank: int, size: int, take: Callable[[], Any]) -> str:
+    """What a step raises if a function of kronfac's fails on the last rank."""
     if rank < size - 1:
-        return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
-    with patch(
-        "kronfac.linearize.Linearizer.fisher_gram", side_effect=BrokenError("no memory left")
-    ):
-        return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
+        return attempt(take)
+    with patch(place, side_effect=BrokenError("no memory left")):
+        return attempt(take)
 
 
-def commit_raises(optimizer: KFAC, rank: int, size: int) -> str:
-    """After the last number of a step is known, and before the ranks have agreed on it."""
+def broken_step(optimizer: KFAC, rank: int, size: int, place: str) -> str:
     x, y = batch(9, rank, size)
-    if rank < size - 1:
-        return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
-    with patch("kronfac.step.take.agree", side_effect=BrokenError("at the last moment")):
-        return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
+    return broken(place, rank, size, lambda: optimizer.step(optimizer.closure(x, y)))
+
+
+PLACES = {
+    "statistics_raise": "kronfac.step.examples.estimate",
+    # After gradients and statistics were summed.
+    "products_raise": "kronfac.linearize.Linearizer.fisher_gram",
+    # After the last number of a step is known, and before the ranks have agreed on it.
+    "commit_raises": "kronfac.step.take.agree",
+    "inverse_raises": "kronfac.curvature.inverse._multiply",
+}
+"""Functions that fail on one rank."""
 
 
 def one_is_not_finite(optimizer: KFAC, rank: int, size: int) -> str:
@@ -165,8 +159,12 @@ def killed(rank: int, size: int) -> Mapping[str, Any]:
     return {"said": said, "moved": not torch.equal(flat(model), before), "seconds": seconds}
 
 
-FAULTS = (closure_raises, statistics_raise, products_raise, commit_raises, one_is_not_finite)
-CASES: dict[str, Case] = {fault.__name__: partial(fail_once, fault=fault) for fault in FAULTS}
+FAULTS: dict[str, Callable[[KFAC, int, int], str]] = {
+    "closure_raises": closure_raises,
+    "one_is_not_finite": one_is_not_finite,
+    **{name: partial(broken_step, place=place) for name, place in PLACES.items()},
+}
+CASES: dict[str, Case] = {name: partial(fail_once, fault=fault) for name, fault in FAULTS.items()}
 CASES |= {case.__name__: case for case in (other_parameters, other_network, other_place)}
 DEADLY: dict[str, Case] = {"killed": killed, "other_sums": other_sums}
 CASES |= DEADLY

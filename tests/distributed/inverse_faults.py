@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from kronfac.curvature.inverse import ChainOperator, Failed, PreparedInverse
 from kronfac.extend import BlockDiagonalInverse, BlockTridiagonalInverse
 from kronfac.storage import Storable, Unpacker, map_tensors, pack, tensors_in
 from tests.distributed.cases import EXACT, FRACTIONS, flat, perceptron, train
-from tests.distributed.disagreements import BrokenError, attempt, batch, fail_once, steps
+from tests.distributed.disagreements import attempt, steps
 from tests.distributed.ranks import Case
 
 SIZE = 3
@@ -80,15 +79,6 @@ FAULTS = {
 """Units that get more damping, keep their last inverse, or are taken out of a chain."""
 
 
-def product_raises(optimizer: KFAC, rank: int, size: int) -> str:
-    """As if one rank had no memory left for the product with the inverse."""
-    x, y = batch(9, rank, size)
-    if rank < size - 1:
-        return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
-    with patch("kronfac.curvature.inverse._multiply", side_effect=BrokenError("no memory left")):
-        return attempt(lambda: optimizer.step(optimizer.closure(x, y)))
-
-
 def one_saves(rank: int, size: int) -> Mapping[str, Any]:
     """One rank alone saves a state with a refresh under way, while the others take a step."""
     lag: dict[str, Any] = {"intervals": Intervals(inverse_lag=3, inverse_interval=6)}
@@ -137,4 +127,3 @@ CASES: dict[str, Case] = {
 }
 CASES |= {f"resumed-{name}": partial(resume, **settings) for name, settings in RESUMED.items()}
 CASES["one_saves"] = one_saves
-CASES["product_raises"] = partial(fail_once, fault=product_raises)

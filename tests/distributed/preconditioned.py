@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from tests.distributed.cases import (
     perceptron,
     regression,
 )
-from tests.distributed.disagreements import BrokenError, attempt
+from tests.distributed.disagreements import attempt, broken
 from tests.distributed.ranks import Case
 
 
@@ -175,35 +174,27 @@ def _gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad.nan_to_num().clone() for p in model.parameters() if p.grad is not None]
 
 
-def _patched(place: str, preconditioner: Preconditioner, rank: int, size: int) -> str:
-    if rank < size - 1:
-        return attempt(preconditioner.step)
-    with patch(place, side_effect=BrokenError("no memory left")):
-        return attempt(preconditioner.step)
-
-
-def front_gradients_raise(preconditioner: Preconditioner, rank: int, size: int) -> str:
-    return _patched("kronfac.preconditioner.refuse_changes", preconditioner, rank, size)
-
-
-def front_statistics_raise(preconditioner: Preconditioner, rank: int, size: int) -> str:
-    return _patched("kronfac.step.examples.estimate", preconditioner, rank, size)
-
-
-def front_product_raises(preconditioner: Preconditioner, rank: int, size: int) -> str:
-    place = "kronfac.curvature.inverse.DampedInverse.mv"
-    return _patched(place, preconditioner, rank, size)
-
-
 def one_is_not_finite(preconditioner: Preconditioner, rank: int, size: int) -> str:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="A gradient is not finite")
         return attempt(preconditioner.step)
 
 
-FAULTS = (front_gradients_raise, front_statistics_raise, front_product_raises, one_is_not_finite)
+PLACES = {
+    "gradients_raise": "kronfac.preconditioner.refuse_changes",
+    "statistics_raise": "kronfac.step.examples.estimate",
+    "product_raises": "kronfac.curvature.inverse.DampedInverse.mv",
+}
+"""Functions that fail on one rank."""
+FAULTS: dict[str, Callable[[Preconditioner, int, int], str]] = {
+    "one_is_not_finite": one_is_not_finite,
+    **{
+        name: lambda it, rank, size, place=place: broken(place, rank, size, it.step)  # type: ignore[misc]
+        for name, place in PLACES.items()
+    },
+}
 BROKEN: dict[str, Case] = {
-    f"front-{fault.__name__}": partial(fail_once, fault=fault) for fault in FAULTS
+    f"front-{name}": partial(fail_once, fault=fault) for name, fault in FAULTS.items()
 }
 
 

@@ -70,6 +70,7 @@ def main(folder: Path, sizes: list[int], names: list[str]) -> int:
         inverse_faults,
         messages,
         preconditioned,
+        refused_models,
     )
 
     torch.set_num_threads(1)
@@ -82,6 +83,7 @@ def main(folder: Path, sizes: list[int], names: list[str]) -> int:
         messages.CASES,
         preconditioned.CASES,
         preconditioned.BROKEN,
+        refused_models.CASES,
     )
     known = {name: case for some in several for name, case in some.items()}
     chosen = {name: known[name] for name in names or cases.CASES}

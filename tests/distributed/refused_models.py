@@ -1,13 +1,9 @@
-"""The refusals of one rank: `python -m tests.distributed.refused_models DIRECTORY RANK RANKS`.
+"""Models spread over processes: the message of every refusal."""
 
-Each rank leaves a file with the message of every refusal, and None for what was not refused.
-"""
-
-import json
-import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kronfac import KFAC, Preconditioner
 from kronfac.errors import UnsupportedModelError
 from tests.conftest import mlp, normal
+from tests.distributed.ranks import Case
 
 STEPS = 3
 
@@ -50,29 +47,27 @@ def sharded_inside(ranks: int) -> nn.Module:
     return model
 
 
-def main(directory: Path, rank: int, ranks: int) -> None:
-    before = KFAC(mlp([4, 5, 3]), nn.MSELoss())
-    store = f"file://{directory / 'store'}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+def refusals(rank: int, size: int) -> Mapping[str, Any]:
+    """The message of every refusal; None for a model that was not refused."""
     models: dict[str, Callable[[], nn.Module]] = {
         "plain": lambda: mlp([4, 5, 3]),
         "ddp": lambda: DistributedDataParallel(mlp([4, 5, 3])),
         "ddp_inside": lambda: nn.Sequential(nn.Tanh(), DistributedDataParallel(mlp([4, 5, 3]))),
         "fsdp": lambda: FullyShardedDataParallel(mlp([4, 5, 3]), device_id=torch.device("cpu")),
-        "fully_shard": lambda: fully_shard(mlp([4, 5, 3]), mesh=init_device_mesh("cpu", (ranks,))),
-        "fully_shard_inside": lambda: sharded_inside(ranks),
-        "dtensor": lambda: sharded_parameter(ranks),
+        "fully_shard": lambda: fully_shard(mlp([4, 5, 3]), mesh=init_device_mesh("cpu", (size,))),
+        "fully_shard_inside": lambda: sharded_inside(size),
+        "dtensor": lambda: sharded_parameter(size),
     }
-    said = {name: refusal(partial(KFAC, make(), nn.MSELoss())) for name, make in models.items()}
-    said["preconditioner"] = refusal(
-        lambda: Preconditioner(models["fully_shard"](), nn.MSELoss(), damping=1e-2)
-    )
-    said["step"] = refusal(lambda: train(before))
-    state = [p.tolist() for p in before.model.parameters()]
-    torch.distributed.destroy_process_group()
-    result = {"said": said, "parameters": state}
-    (directory / f"{rank}.json").write_text(json.dumps(result))
+    optimizer = KFAC(mlp([4, 5, 3]), nn.MSELoss())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        said = {name: refusal(partial(KFAC, make(), nn.MSELoss())) for name, make in models.items()}
+        said["preconditioner"] = refusal(
+            lambda: Preconditioner(models["fully_shard"](), nn.MSELoss(), damping=1e-2)
+        )
+    said["step"] = refusal(lambda: train(optimizer))
+    parameters = [p.detach() for p in optimizer.model.parameters()]
+    return {"said": said, "parameters": parameters}
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+CASES: dict[str, Case] = {"refusals": refusals}

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,13 +54,16 @@ def run(folder: Path, names: Iterable[str], sizes: Sequence[int] = SIZES) -> Pat
     return folder
 
 
+def load(folder: Path, name: str, size: int, ranks: int | None = None) -> list[dict[str, Any]]:
+    """What the ranks of a world found, or its first ones."""
+    files = [folder / f"{name}-{size}-{rank}.pt" for rank in range(ranks or size)]
+    return [torch.load(file, weights_only=True) for file in files]
+
+
 def check(folder: Path, name: str, sizes: Sequence[int] = SIZES) -> None:
-    one = torch.load(folder / f"{name}-1-0.pt", weights_only=True)
+    (one,) = load(folder, name, 1)
     for size in sizes[1:]:
-        ranks = [
-            torch.load(folder / f"{name}-{size}-{rank}.pt", weights_only=True)
-            for rank in range(size)
-        ]
+        ranks = load(folder, name, size)
         for other in ranks[1:]:
             assert torch.equal(other["parameters"], ranks[0]["parameters"])
             assert torch.equal(other["reports"], ranks[0]["reports"])

@@ -1,13 +1,12 @@
 """Inverses that several ranks have made: repairs, failures of one rank, saved states."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed.inverse_faults import CASES, FAULTS, RESUMED, SIZE
-from tests.distributed.test_equal_steps import TOLERANCE, run
+from tests.distributed.test_equal_steps import TOLERANCE, load, run
 
 
 @pytest.fixture(scope="module")
@@ -18,17 +17,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(folder, CASES, (SIZE,))
 
 
-def load(folder: Path, name: str, size: int = SIZE) -> list[dict[str, Any]]:
-    files = [folder / f"{name}-{size}-{rank}.pt" for rank in range(size)]
-    return [torch.load(file, weights_only=True) for file in files]
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_unit_without_an_inverse_gets_what_it_would_in_one_process(
     folder: Path, fault: str
 ) -> None:
     (one,) = load(folder, f"repaired-{fault}", 1)
-    ranks = load(folder, f"repaired-{fault}")
+    ranks = load(folder, f"repaired-{fault}", SIZE)
     theta, expected = ranks[0]["parameters"], one["parameters"]
     for rank in ranks:
         assert torch.equal(rank["parameters"], theta)
@@ -39,24 +33,14 @@ def test_a_unit_without_an_inverse_gets_what_it_would_in_one_process(
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_saved_state_goes_on_bit_for_bit(folder: Path, name: str) -> None:
-    ranks = load(folder, f"resumed-{name}")
+    ranks = load(folder, f"resumed-{name}", SIZE)
     for rank in ranks:
         for theta in rank["found"].values():
             assert torch.equal(theta, ranks[0]["found"]["itself"])
         assert rank["saved"] == ranks[0]["saved"]
 
 
-def test_a_rank_that_fails_in_a_product_makes_all_give_up_the_step(folder: Path) -> None:
-    *others, broken = load(folder, "product_raises")
-    assert broken["said"].startswith("BrokenError")
-    for rank in others:
-        assert rank["said"].startswith(f"RankError: Rank {SIZE - 1} has failed")
-    for rank in (*others, broken):
-        assert not rank["moved"]
-        assert torch.equal(rank["disturbed"], rank["undisturbed"])
-
-
 def test_a_state_is_asked_for_on_all_ranks(folder: Path) -> None:
-    for rank in load(folder, "one_saves"):
+    for rank in load(folder, "one_saves", SIZE):
         assert "different places" in rank["said"]
         assert "state_dict()" in rank["said"]

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.distributed.messages import CASES
-from tests.distributed.test_equal_steps import run
+from tests.distributed.test_equal_steps import load, run
 
 SIZE = 2
 FIRST = 25
@@ -29,9 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steps(folder: Path, name: str) -> list[dict[str, Any]]:
     """The later steps, without those that refresh the inverse."""
-    ranks = [
-        torch.load(folder / f"{name}-{SIZE}-{rank}.pt", weights_only=True) for rank in range(SIZE)
-    ]
+    ranks = load(folder, name, SIZE)
     assert ranks[0]["steps"] == ranks[1]["steps"]
     later = ranks[0]["steps"][FIRST:]
     return [step for step in later if "refresh" not in step["messages"]]

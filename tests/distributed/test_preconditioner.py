@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.distributed.preconditioned import BROKEN, CASES, FAULTS
-from tests.distributed.test_equal_steps import QUICK_SIZES, SIZES, check, run
+from tests.distributed.test_equal_steps import QUICK_SIZES, SIZES, check, load, run
 
 QUICK = (
     "front",
@@ -37,8 +37,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check_states(folder: Path, name: str, sizes: Sequence[int] = SIZES) -> None:
     """All ranks have the same state, to the bit."""
     for size in sizes[1:]:
-        files = [folder / f"{name}-{size}-{rank}.pt" for rank in range(size)]
-        states = [torch.load(file, weights_only=True)["state"] for file in files]
+        states = [rank["state"] for rank in load(folder, name, size)]
         assert len(states[0])
         assert all(torch.equal(state, states[0]) for state in states[1:])
 
@@ -56,10 +55,9 @@ def test_gradients_do_not_depend_on_two_or_four_processes(all_cases: Path, name:
     check_states(all_cases, name)
 
 
-@pytest.mark.parametrize("name", [fault.__name__ for fault in FAULTS])
+@pytest.mark.parametrize("name", FAULTS)
 def test_no_rank_replaces_gradients_if_one_of_them_can_not(broken: Path, name: str) -> None:
-    files = [broken / f"front-{name}-{RANKS}-{rank}.pt" for rank in range(RANKS)]
-    *others, failed = [torch.load(file, weights_only=True) for file in files]
+    *others, failed = load(broken, f"front-{name}", RANKS)
     for rank in (*others, failed):
         assert not rank["moved"]
         assert torch.equal(rank["disturbed"], rank["undisturbed"])
@@ -72,6 +70,5 @@ def test_no_rank_replaces_gradients_if_one_of_them_can_not(broken: Path, name: s
 
 
 def test_ranks_that_are_not_at_the_same_step_are_told(broken: Path) -> None:
-    for rank in range(RANKS):
-        found = torch.load(broken / f"front-other_steps-{RANKS}-{rank}.pt", weights_only=True)
+    for found in load(broken, "front-other_steps", RANKS):
         assert "different numbers of steps" in found["said"]

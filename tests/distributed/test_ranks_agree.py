@@ -1,13 +1,12 @@
 """What happens on one rank is decided alike on all of them, and none waits for ever."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.disagreements import CASES, DEADLY, FAULTS
-from tests.distributed.test_equal_steps import run
+from tests.distributed.disagreements import CASES, DEADLY, FAULTS, PLACES
+from tests.distributed.test_equal_steps import load, run
 
 SIZE = 3
 
@@ -18,30 +17,23 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(folder, [name for name in CASES if name not in DEADLY], (SIZE,))
 
 
-def load(folder: Path, name: str, ranks: int = SIZE) -> list[dict[str, Any]]:
-    files = [folder / f"{name}-{SIZE}-{rank}.pt" for rank in range(ranks)]
-    return [torch.load(file, weights_only=True) for file in files]
-
-
-@pytest.mark.parametrize("name", [fault.__name__ for fault in FAULTS])
+@pytest.mark.parametrize("name", FAULTS)
 def test_no_rank_takes_a_step_that_one_of_them_can_not_take(found: Path, name: str) -> None:
-    for rank in load(found, name):
+    for rank in load(found, name, SIZE):
         assert not rank["moved"]
         assert torch.equal(rank["disturbed"], rank["undisturbed"])
 
 
-@pytest.mark.parametrize(
-    "name", ["closure_raises", "statistics_raise", "products_raise", "commit_raises"]
-)
+@pytest.mark.parametrize("name", ["closure_raises", *PLACES])
 def test_an_exception_is_told_to_all_ranks(found: Path, name: str) -> None:
-    *others, broken = load(found, name)
+    *others, broken = load(found, name, SIZE)
     assert broken["said"].startswith("BrokenError")
     for rank in others:
         assert rank["said"].startswith(f"RankError: Rank {SIZE - 1} has failed")
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_refuses_the_step_on_all(found: Path) -> None:
-    for rank in load(found, "one_is_not_finite"):
+    for rank in load(found, "one_is_not_finite", SIZE):
         assert not rank["said"]
         assert rank["refused"]
 
@@ -55,19 +47,19 @@ def test_a_loss_that_is_not_finite_on_one_rank_refuses_the_step_on_all(found: Pa
     ],
 )
 def test_ranks_that_do_not_do_the_same_are_told(found: Path, name: str, message: str) -> None:
-    for rank in load(found, name):
+    for rank in load(found, name, SIZE):
         assert message in rank["said"]
 
 
 def test_the_death_of_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
     run(tmp_path, ["killed"], (SIZE,))
-    for rank in load(tmp_path, "killed", SIZE - 1):
+    for rank in load(tmp_path, "killed", SIZE, SIZE - 1):
         assert "has ended" in rank["said"]
         assert not rank["moved"]
 
 
 def test_a_sum_that_one_rank_leaves_out_is_an_error_on_all(tmp_path: Path) -> None:
     run(tmp_path, ["other_sums"], (SIZE,))
-    for rank in load(tmp_path, "other_sums"):
+    for rank in load(tmp_path, "other_sums", SIZE):
         assert "different places" in rank["said"]
         assert not rank["moved"]

@@ -1,44 +1,24 @@
 """Models spread over processes as KFAC can't train them are refused by name."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from kronfac import KFAC
 from tests.conftest import mlp
 from tests.distributed.refused_models import train
-
-ROOT = Path(__file__).parents[2]
+from tests.distributed.test_equal_steps import load, run
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What the ranks of gloo groups on the loopback interface found, by the size of the group."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    processes = {}
-    for ranks in (1, 2):
-        directory = tmp_path_factory.mktemp("ranks")
-        for rank in range(ranks):
-            command = [sys.executable, "-m", "tests.distributed.refused_models", str(directory)]
-            processes[ranks, directory / f"{rank}.json"] = subprocess.Popen(
-                [*command, str(rank), str(ranks)], cwd=ROOT, env=environment
-            )
-    try:
-        assert [process.wait(timeout=600) for process in processes.values()] == [0, 0, 0]
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.wait()
-    results = {1: [], 2: []}
-    for ranks, path in processes:
-        results[ranks].append(json.loads(path.read_text()))
-    return results
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What the ranks found, by the size of the world."""
+    folder: Path = run(tmp_path_factory.mktemp("ranks"), ["refusals"], (1, 2))
+    return {size: load(folder, "refusals", size) for size in (1, 2)}
 
 
 WRAPPED = {
@@ -69,4 +49,5 @@ def test_a_world_of_one_rank_trains_as_without_a_process_group(found):
     assert one_rank["said"]["step"] is None
     optimizer = KFAC(mlp([4, 5, 3]), nn.MSELoss())
     train(optimizer)
-    assert one_rank["parameters"] == [p.tolist() for p in optimizer.model.parameters()]
+    for found_p, p in zip(one_rank["parameters"], optimizer.model.parameters(), strict=True):
+        assert torch.equal(found_p, p)
