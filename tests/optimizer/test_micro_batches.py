@@ -12,7 +12,7 @@ import kronfac
 from kronfac import KFAC, GammaSearch, Intervals, LevenbergMarquardtRule
 from kronfac.extend import BlockDiagonalInverse, SampledFisher
 from kronfac.storage import tensors_in
-from tests.conftest import ALGEBRA, mlp, normal, passes_either_way
+from tests.conftest import mlp, normal, passes_either_way
 from tests.optimizer.runs import INVERSES, NUMBERS, close, targets_for
 from tests.reference import dense
 
@@ -164,28 +164,6 @@ def test_no_pass_is_over_more_rows_than_a_chunk(inverse):
     for step in range(4):
         optimizer.step(optimizer.closure(*data(loss, step), chunk=6))
     assert gauge.rows == {True: 6, False: 6}
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("chunk", [None, 5, 23])
-@pytest.mark.parametrize("low_rank", [False, True])
-def test_the_closure_returns_the_loss_and_leaves_its_gradients(loss, chunk, low_rank):
-    loss = LOSSES[loss]
-    optimizer = new_optimizer(loss, inverse=BlockDiagonalInverse(low_rank=low_rank))
-    x, y = data(loss)
-    parameters = list(optimizer.model.parameters())
-    expected = loss(optimizer.model(x), y)
-    gradients = torch.autograd.grad(expected, parameters)
-    for p in parameters:
-        p.grad = torch.full_like(p, 7.0)  # what was there before does not count
-    returned = optimizer.closure(x, y, chunk=chunk)()
-    assert returned.dtype == torch.float64
-    assert not returned.requires_grad
-    assert_close(returned, expected.detach(), **ALGEBRA)
-    for p, gradient in zip(parameters, gradients, strict=True):
-        assert_close(p.grad, gradient, **ALGEBRA)
-    assert_close(optimizer.step(optimizer.closure(x, y, chunk=chunk)), returned, **ALGEBRA)
-    close(optimizer.report.loss, float(returned), "loss", 1e-12)
 
 
 class TwoInputs(nn.Module):

@@ -1,7 +1,6 @@
-"""The pass of `KFAC.closure` by hand: what it leaves behind is what torch would have left."""
+"""`KFAC.closure`: what a step with it leaves behind is what torch would have left."""
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,103 +9,79 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook
 from torch.testing import assert_close
 
-from kronfac import KFAC, Bernoulli, Categorical, Gaussian
+from kronfac import KFAC, AdaptiveGamma, Bernoulli, Categorical, Gaussian, Intervals
 from kronfac.errors import ClosureError
-from kronfac.linearize.by_hand import PassByHand, pass_by_hand
-from kronfac.step.take import Transition, compute_step
-from tests.conftest import AUTODIFF, mlp, normal, random_targets
-from tests.optimizer.runs import Snapshot, closure_of
+from kronfac.extend import BlockDiagonalInverse
+from tests.conftest import AUTODIFF, mlp, normal, passes_either_way
+from tests.optimizer.runs import Snapshot, closure_of, targets_for
 
-LOSSES: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "Gaussian": (Gaussian, "gaussian"),
-    "Bernoulli": (Bernoulli, "bernoulli"),
-    "Categorical": (Categorical, "categorical"),
-    "MSELoss": (nn.MSELoss, "gaussian"),
-    "MSELoss, sum": (lambda: nn.MSELoss(reduction="sum"), "gaussian"),
-    "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss, "bernoulli"),
-    "CrossEntropyLoss, smoothed": (
-        lambda: nn.CrossEntropyLoss(label_smoothing=0.1),
-        "categorical",
-    ),
+passes = passes_either_way()
+
+LOSSES = {
+    "Gaussian": Gaussian(),
+    "Bernoulli": Bernoulli(),
+    "Categorical": Categorical(),
+    "MSELoss": nn.MSELoss(),
+    "MSELoss, sum": nn.MSELoss(reduction="sum"),
+    "BCEWithLogitsLoss": nn.BCEWithLogitsLoss(),
+    "CrossEntropyLoss, smoothed": nn.CrossEntropyLoss(label_smoothing=0.1),
 }
 
 
-def by_hand(
-    optimizer: KFAC, x: Tensor, y: Tensor, chunk: int | None = None, factors: bool = False
-) -> PassByHand | None:
-    """What the closure finds by hand, or that it is left to torch."""
-    return pass_by_hand(optimizer.closure(x, y, chunk=chunk), optimizer.network, factors)
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"weight_decay": 0.1},
+    {"inverse": BlockDiagonalInverse(low_rank=True)},
+]
 
 
+@pytest.mark.parametrize("chunk", [None, 4, 9])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
 @pytest.mark.parametrize("name", LOSSES)
-def test_loss_and_gradients(name: str, bias: bool) -> None:
-    make, likelihood = LOSSES[name]
-    model, x = mlp([4, 6, 5, 3], bias=bias), normal(9, 4)
-    y = random_targets(model(x), likelihood)
-    optimizer = KFAC(model, make())
-    expected = optimizer.closure(x, y)()
-    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    passed = by_hand(optimizer, x, y)
-    assert passed is not None
-    assert_close(passed.loss, expected, **AUTODIFF)
-    assert passed.batch.recorded_loss is not None
-    assert_close(passed.batch.recorded_loss, expected, **AUTODIFF)
-    assert [p.grad is not None for p in model.parameters()] == [True] * len(grads)
-    for p, grad in zip(model.parameters(), grads, strict=True):
-        assert_close(p.grad, grad, **AUTODIFF)
-        assert p.grad.shape == p.shape
-        assert p.grad.stride() == grad.stride(), "who flattens gradients does it by view(-1)"
-    (part,) = passed.batch.passes
-    (terms,) = part.terms
-    assert passed.batch.examples == part.examples == 9
-    assert terms.shape == torch.Size((9, 3))
-    assert_close(terms.targets, y)
-
-
-def test_the_gradient_in_factors() -> None:
-    model, x, y = mlp([4, 6, 3]), normal(9, 4), normal(9, 3, seed=1)
-    optimizer = KFAC(model, Gaussian())
-    passed = by_hand(optimizer, x, y, factors=True)
-    assert passed is not None
-    assert passed.factors is not None
-    hidden = model[0](x)
-    hidden.retain_grad()
-    outputs = model[1:](hidden)
-    outputs.retain_grad()
-    Gaussian()(outputs, y).backward(inputs=[hidden, outputs])
-    ones = x.new_ones(9, 1)
-    expected = [
-        (hidden.grad, torch.cat([x, ones], dim=1)),
-        (outputs.grad, torch.cat([hidden.detach().tanh(), ones], dim=1)),
-    ]
-    for factor, (g, a), unit in zip(passed.factors, expected, optimizer.network.units, strict=True):
-        assert_close(factor.grads, g, **AUTODIFF)
-        assert_close(factor.inputs, a, **AUTODIFF)
-        V = unit.join([p.grad for p in unit.parameters if p.grad is not None])
-        assert_close(factor.to_dense(), V, **AUTODIFF)
-    assert by_hand(optimizer, x, y).factors is None, "if they are not wanted"
+def test_loss_and_gradients(
+    name: str, settings: dict[str, Any], bias: bool, chunk: int | None
+) -> None:
+    """Of the loss alone: without the weight decay, and without what was in the gradients before."""
+    loss, model, x = LOSSES[name], mlp([4, 6, 5, 3], bias=bias), normal(9, 4)
+    y = targets_for(loss, model(x).detach())
+    optimizer = KFAC(model, loss, **settings)
+    for _ in range(2):
+        expected = loss(model(x), y)
+        grads = torch.autograd.grad(expected, list(model.parameters()))
+        returned = optimizer.step(optimizer.closure(x, y, chunk=chunk))
+        assert_close(returned, expected.detach(), **AUTODIFF)
+        assert returned.dtype == torch.float64
+        assert not returned.requires_grad
+        assert optimizer.report.loss == float(returned)
+        assert optimizer.report.examples == 9
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            assert_close(p.grad, grad, **AUTODIFF)
+            assert p.grad.shape == p.shape
+            assert p.grad.stride() == grad.stride(), "who flattens gradients does it by view(-1)"
+            p.grad = torch.full_like(p, 7.0)
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
-def test_gradients_from_before_are_not_held_while_the_step_is_computed(
-    chunk: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, x, y = mlp([4, 6, 3]), normal(9, 4), normal(9, 3, seed=1)
-    optimizer = KFAC(model, Gaussian())
-    optimizer.step(optimizer.closure(x, y, chunk=chunk))
-    before = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+def test_gradients_from_before_are_not_held_while_the_step_is_computed(chunk: int | None) -> None:
+    before: list[weakref.ref[Tensor]] = []
     held: list[bool] = []
 
-    def watched(*args: Any, **settings: Any) -> Transition:
-        held.append(any(grad() is not None for grad in before))
-        return compute_step(*args, **settings)
+    class Watched(AdaptiveGamma):
+        def candidates(self, state: Any, m: Any) -> tuple[float, ...]:
+            held.append(any(grad() is not None for grad in before))
+            return super().candidates(state, m)
 
-    monkeypatch.setattr("kronfac.step.take.compute_step", watched)
+    model, x, y = mlp([4, 6, 3]), normal(9, 4), normal(9, 3, seed=1)
+    settings = {"gamma": Watched(), "intervals": Intervals(inverse_interval=1)}
+    optimizer = KFAC(model, Gaussian(), **settings)
+    optimizer.step(optimizer.closure(x, y, chunk=chunk))
+    before += [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+    held.clear()
     optimizer.step(optimizer.closure(x, y, chunk=chunk))
     assert len(before) == 4
-    assert held == [False]
+    assert held
+    assert not any(held)
 
 
 def test_a_closure_of_another_model_is_refused() -> None:
@@ -130,19 +105,7 @@ def test_in_the_closure_of_another_optimizer_of_the_model_the_loss_is_what_it_ca
         assert_close(p, q, **AUTODIFF)
 
 
-def test_what_is_left_to_torch() -> None:
-    x, y = normal(9, 4), normal(9, 3, seed=1)
-    optimizer = KFAC(mlp([4, 6, 3]), Gaussian())
-    assert by_hand(optimizer, x, y, chunk=4) is None
-    assert by_hand(optimizer, x, y, chunk=9) is not None
-    masks = nn.Sequential(*mlp([4, 6]), nn.Dropout(), *mlp([6, 3]))
-    found = by_hand(KFAC(masks, Gaussian()), x, y)
-    assert found is not None
-    assert found.batch.random  # further passes draw the same masks
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert by_hand(optimizer, x, y) is None
-
-
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_what_waits_for_torchs_backward_pass_gets_it() -> None:
     model, x, y = mlp([4, 6, 3]), normal(9, 4), normal(9, 3, seed=1)
     optimizer = KFAC(model, Gaussian())
@@ -165,12 +128,13 @@ def test_what_waits_for_torchs_backward_pass_gets_it() -> None:
     assert bool((model[2].bias.grad == 2).all())
     for handle in handles:
         handle.remove()
-    handle = register_module_full_backward_hook(lambda *_: None)
+    seen: list[nn.Module] = []
+    handle = register_module_full_backward_hook(lambda module, *_: seen.append(module))
     try:
-        assert by_hand(optimizer, x, y) is None
+        optimizer.step(optimizer.closure(x, y))
     finally:
         handle.remove()
-    assert by_hand(optimizer, x, y) is not None
+    assert model[0] in seen
 
 
 def test_hooks_of_the_model_and_the_loss_fire_in_a_step_and_stay() -> None:

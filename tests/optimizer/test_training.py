@@ -126,6 +126,18 @@ def test_a_model_may_be_copied_and_averaged_while_it_is_trained(inverse):
     assert_no_hooks(*models, later, average)
 
 
+def test_a_perceptron_is_trained_without_a_graph():
+    """By hand: no hidden layer is saved for a backward pass of torch's."""
+    saved: list[Tensor] = []
+    optimizer = KFAC(autoencoder(), kronfac.Bernoulli())
+    x = blobs(20, seed=0)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        optimizer.step(optimizer.closure(x, x))
+        assert not any(t.shape == (20, 32) for t in saved)
+        optimizer.step(optimizer.closure(x, x, chunk=10))
+        assert any(t.shape == (10, 32) for t in saved), "chunks are left to torch"
+
+
 def test_a_search_for_gamma_holds_three_inverses_at_the_most(monkeypatch):
     """The one before it, which a refused step goes on with, the best so far and the one being made."""
     alive: list[weakref.ref[DampedInverse]] = []
