@@ -16,19 +16,11 @@ from kronfac.errors import StateError
 from kronfac.extend import BlockDiagonalInverse, BlockTridiagonalInverse, ExactTikhonov
 from kronfac.storage import Storable
 from tests.conftest import mlp, normal
-from tests.failures.test_copies_and_states import (
-    DAMAGES,
-    Path,
-    changed,
-    leaves,
-    missing_entries,
-    nan_tensors,
-    other_types,
-)
 from tests.optimizer.resume import contents, through_a_file
 from tests.optimizer.runs import Snapshot, same
 
 LOSS = nn.MSELoss()
+Path = tuple[Any, ...]
 
 
 class Scaled(nn.Module):
@@ -80,6 +72,65 @@ def refuses(optimizer: KFAC, state: Any, match: str = "") -> None:
 # -------------------------------------------------------------------------------------- every entry
 
 
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every value in a nested state, with the keys that lead to it."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, (*path, key))
+    elif isinstance(value, (list, tuple)) and value:
+        for index, item in enumerate(value):
+            yield from leaves(item, (*path, index))
+    else:
+        yield path, value
+
+
+def changed(value: Any, path: Path, new: Any) -> Any:
+    """A copy with another value at the end of this path."""
+    if not path:
+        return new
+    key, *rest = path
+    if isinstance(value, dict):
+        return value | {key: changed(value[key], tuple(rest), new)}
+    items = [*value]
+    items[key] = changed(items[key], tuple(rest), new)
+    return type(value)(items)
+
+
+def without(value: Any, path: Path) -> Any:
+    """A copy without the last key of this path."""
+    *parents, key = path
+    holder = value
+    for step in parents:
+        holder = holder[step]
+    if isinstance(holder, dict):
+        fewer: Any = {name: item for name, item in holder.items() if name != key}
+    else:
+        fewer = type(holder)(item for index, item in enumerate(holder) if index != key)
+    return changed(value, tuple(parents), fewer)
+
+
+def nan_tensors(state: Any) -> Iterator[tuple[Path, Any]]:
+    for path, leaf in leaves(state):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            yield path, changed(state, path, torch.full_like(leaf, math.nan))
+
+
+def other_shapes(state: Any) -> Iterator[tuple[Path, Any]]:
+    for path, leaf in leaves(state):
+        if isinstance(leaf, Tensor):
+            yield path, changed(state, path, leaf.new_zeros((*leaf.shape, 2)))
+
+
+def other_types(state: Any) -> Iterator[tuple[Path, Any]]:
+    for path, leaf in leaves(state):
+        yield path, changed(state, path, leaf.tolist() if isinstance(leaf, Tensor) else "damaged")
+
+
+def missing_entries(state: Any) -> Iterator[tuple[Path, Any]]:
+    for path, _ in leaves(state):
+        yield path, without(state, path)
+
+
 def other_dtypes(state: Any) -> Iterator[tuple[Path, Any]]:
     for path, leaf in leaves(state):
         if isinstance(leaf, Tensor):
@@ -106,6 +157,17 @@ def unknown_entries(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from unknown_entries(state, (*path, index))
 
 
+EVERYWHERE = [
+    nan_tensors,
+    other_shapes,
+    other_types,
+    missing_entries,
+    other_dtypes,
+    fewer_dimensions,
+    unknown_entries,
+]
+
+
 def all_accepted(optimizer: KFAC, damage: Any, state: Any) -> list[Path]:
     """The damages that are not seen, of at least one."""
     before, accepted, count = Snapshot.of(optimizer), [], 0
@@ -122,7 +184,7 @@ def all_accepted(optimizer: KFAC, damage: Any, state: Any) -> list[Path]:
     return accepted
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, other_dtypes, fewer_dimensions, unknown_entries])
+@pytest.mark.parametrize("damage", EVERYWHERE)
 @pytest.mark.parametrize("case", SETTINGS)
 def test_damage_is_seen_wherever_it_is(case, damage):
     settings, steps = SETTINGS[case], STEPS.get(case, 6)
@@ -134,7 +196,7 @@ def test_damage_is_seen_wherever_it_is(case, damage):
     assert not all_accepted(trained(3, **settings), damage, state)
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, other_dtypes, fewer_dimensions])
+@pytest.mark.parametrize("damage", EVERYWHERE[:-1])
 @pytest.mark.parametrize(
     ("limit", "kind"), [(0, "kronfac.DiagonalMoments"), (512, "kronfac.DenseMoments")]
 )
@@ -165,6 +227,13 @@ def test_what_is_wrong_is_said(number):
     path, value, match = NUMBERS[number]
     state = trained(weight_decay=0.1).state_dict()
     refuses(trained(3), edited(state, *path, value=value), match)
+
+
+@pytest.mark.parametrize("weight_decay", [-1.0, math.nan, math.inf, "0.1", None])
+def test_a_weight_decay_that_is_none_is_refused(weight_decay):
+    state = trained().state_dict()
+    damaged = changed(state, ("param_groups", 0, "weight_decay"), weight_decay)
+    refuses(trained(3), damaged, "weight_decay")
 
 
 def test_a_moment_of_another_kind_is_refused():

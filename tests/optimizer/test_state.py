@@ -4,6 +4,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,35 @@ def test_a_copy_goes_on_as_the_original(case, steps, way):
     optimizer.model.load_state_dict(before["model"])
     advance(optimizer, case, steps + 3)
     assert same(contents(optimizer), expected)
+
+
+HOLDERS: dict[str, Callable[[KFAC], Any]] = {
+    "the model": lambda optimizer: optimizer.model,
+    "a layer": lambda optimizer: optimizer.model[0],
+    "a container": lambda optimizer: nn.Sequential(optimizer.model),
+    "the optimizer's own model": lambda optimizer: optimizer,
+}
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, through_pickle])
+@pytest.mark.parametrize("place", HOLDERS)
+def test_a_module_that_holds_its_own_optimizer_is_copied_with_it(place, way):
+    optimizer = new_run("adaptive", "float64")
+    advance(optimizer, "adaptive", 6)
+    holder = HOLDERS[place](optimizer)
+    if place == "the optimizer's own model":
+        optimizer.model.optimizer = optimizer
+        other = way(optimizer)
+        assert other.model.optimizer is other
+    else:
+        holder.optimizer = optimizer
+        copied = way(holder)
+        other = copied.optimizer
+        assert place != "the model" or other.model is copied
+    assert other.report.iteration == 6
+    for run in (optimizer, other):
+        advance(run, "adaptive", 9)
+    assert same(contents(other), contents(optimizer))
 
 
 def test_with_a_sampler_too():
