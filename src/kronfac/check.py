@@ -181,8 +181,8 @@ def _with_factor(
             )
         state, evaluation = replace(state, scale=scale), _scaled(evaluation, scale)
     returned, seen = float(evaluation.returned_loss), float(_recorded_loss(evaluation))
-    told = scale == 1 or before is not None
-    if told and not _losses_agree(evaluation, returned, seen):
+    certain = scale == 1 or before is not None
+    if certain and not _losses_agree(evaluation, returned, seen):
         warnings["returned"] = (
             f"The closure returned a loss of {returned:.4g}, but its gradient is that of {seen:.4g}, "
             f"{seen / returned:.4g} times as much. KFAC takes the gradient for right. Return what "
@@ -218,7 +218,7 @@ def _recorded_loss(evaluation: Evaluation) -> Tensor:
 
 
 def _losses_agree(evaluation: Evaluation, returned: float, seen: float) -> bool:
-    """Whether two losses are one; half precision has few digits of it."""
+    """Whether two losses agree; in half precision, to few digits."""
     close = evaluation.batch.mixed and abs(returned - seen) <= MIXED_TOLERANCE * abs(seen)
     return close or evaluation.agrees(returned, seen)
 

@@ -44,11 +44,11 @@ class Linearization(ABC):
     @property
     @abstractmethod
     def summed(self) -> bool:
-        """Whether some units show their gradient summed over the examples, and no more."""
+        """Whether the taps of some units are only their gradient, summed over the examples."""
 
     @abstractmethod
     def taps(self, vectors: Sequence[Tensor | None]) -> Sequence[Taps]:
-        """What every unit shows for rᵀf: ā and g of every use, or only Jᵀ r; None is a zero r."""
+        """For rᵀf, the taps (ā and g) of every use of each unit, or only its Jᵀ r; None is a zero r."""
 
     @abstractmethod
     def jvp(self, directions: Sequence[Matrices]) -> list[Tensor]:
@@ -103,7 +103,7 @@ class Traced(Linearization):
         return self._graph[2].half_precision
 
     def taps(self, vectors: Sequence[Tensor | None]) -> list[Taps]:
-        """Not at the weights of units with uses, whose products autograd then leaves out."""
+        """Taps; autograd computes no gradients of weights whose uses are recorded."""
         units, uses = self._network.units, self._graph[2]
         others = [p for unit in units if not unit.observed for p in unit.parameters]
         grads = self._backward(vectors, [*uses.edges, *others])

@@ -37,7 +37,7 @@ from kronfac.record import Batch, LossCall, MiniBatchClosure, ModelCall, Pass, R
 
 @dataclass(frozen=True)
 class Trace:
-    """What some examples met on their way through a perceptron."""
+    """Inputs and slopes of every layer of a perceptron, for some examples."""
 
     units: Sequence[Unit]
     inputs: list[Tensor]
@@ -151,7 +151,7 @@ class ByHand(Linearization):
 
 
 def trace_of(network: Network, part: Pass) -> Trace | None:
-    """The examples' way through the network; None if it is no perceptron, or the pass is no plain call."""
+    """The trace of a pass; None if the network is no perceptron, or the pass no plain call."""
     call = _only_call(part)
     if call is None:
         return None
@@ -159,7 +159,7 @@ def trace_of(network: Network, part: Pass) -> Trace | None:
 
 
 def trace_call(network: Network, call: ModelCall) -> Trace | None:
-    """The examples' way through a call of the model; None if it is no perceptron."""
+    """The trace of a call of the model; None if it is no perceptron."""
     way = _way(network, call)
     if way is None:
         return None
@@ -176,7 +176,7 @@ def trace_call(network: Network, call: ModelCall) -> Trace | None:
 
 @torch.no_grad()
 def outputs_at(network: Network, part: Pass, delta: Matrices) -> Tensor | None:
-    """The outputs at θ + δ, which nobody else gets to see; None if it is no perceptron."""
+    """The outputs at θ + δ, without a write to the parameters; None if it is no perceptron."""
     call = _only_call(part)
     way = None if call is None else _way(network, call)
     if way is None:
@@ -192,7 +192,7 @@ def outputs_at(network: Network, part: Pass, delta: Matrices) -> Tensor | None:
 
 
 def _only_call(part: Pass) -> ModelCall | None:
-    """The call of a pass that is one, with its outputs going into one loss as they are."""
+    """The only call of a pass, whose outputs are the input of the only loss; None for other passes."""
     call = part.steps[0]
     if len(part.steps) != 1 or len(part.losses) != 1 or not isinstance(call, ModelCall):
         return None
@@ -203,7 +203,7 @@ def _only_call(part: Pass) -> ModelCall | None:
 
 @dataclass(frozen=True)
 class _Way:
-    """What a call of a perceptron goes through."""
+    """The layers and functions of a call of a perceptron, in order."""
 
     x: Tensor
     front: list[nn.Module]
@@ -220,7 +220,7 @@ class _Way:
 
     @property
     def random(self) -> bool:
-        """Whether dropout draws masks on it."""
+        """Whether a dropout draws masks."""
         return any(
             isinstance(function, _DropoutNd) and function.training and function.p > 0
             for functions in (self.front, *self.segments)
@@ -229,7 +229,7 @@ class _Way:
 
 
 def _way(network: Network, call: ModelCall) -> _Way | None:
-    """The way through a perceptron; None if the model is none, or if this is no plain call."""
+    """The layers and functions of a call; None if the model is no perceptron, or the call not plain."""
     modules = _modules(network.model)
     if modules is None or len(call.args) != 1 or call.kwargs:
         return None
@@ -263,7 +263,7 @@ def _segments(modules: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 def _modules(model: nn.Module) -> list[nn.Module] | None:
-    """One after the other, out of their containers; None if anything else is going on."""
+    """The modules of nested `nn.Sequential`, in order; None if the model has anything else."""
     if not _plain(model):
         return None
     if type(model) is not nn.Sequential:
@@ -292,7 +292,7 @@ def hooks_on_all_modules() -> bool:
 
 
 def _plain(module: nn.Module) -> bool:
-    """Whether calling it is what its class says: no hooks, nothing in place, no other forward function."""
+    """Whether a call does what the class says: no hooks, nothing in place, no other forward function."""
     own = module.__dict__  # past `nn.Module.__getattr__`, which is slow to say no
     return not (
         hooks_on_all_modules()

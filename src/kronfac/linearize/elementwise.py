@@ -88,11 +88,11 @@ class Slope:
 
 
 Applied = Slope | tuple[Tensor, Tensor] | None
-"""What was met behind a layer: its slope, s and φ(s) with a graph to take it from, or nothing."""
+"""The slope behind a layer, or s and φ(s) with a graph to compute it from; None without a function."""
 
 
 def apply(functions: Sequence[nn.Module], s: Tensor) -> tuple[Tensor, Applied]:
-    """φ(s), and what it takes to know the slope."""
+    """φ(s), and the slope or the graph to compute it from."""
     if not functions:
         return s, None
     if len(functions) == 1 and (kernels := _BY_VALUE.get(type(functions[0]))):
@@ -120,5 +120,5 @@ def slopes(found: Sequence[Applied]) -> list[Slope | None]:
 
 
 def _ones_like(x: Tensor) -> Tensor:
-    """Without the memory."""
+    """Ones like x, in the memory of one number."""
     return x.new_ones(()).expand_as(x)

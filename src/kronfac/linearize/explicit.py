@@ -44,7 +44,7 @@ class Linearizer:
         self._kept: list[Explicit] = []
 
     def __call__(self, part: Pass) -> Linearization:
-        """With J as a matrix, if it was kept of just these examples."""
+        """With J as a matrix, if it was kept for exactly these examples."""
         for view in self._kept:
             if view.part is part:
                 return view
@@ -122,7 +122,7 @@ class Explicit(Linearization):
 
     @property
     def _passes(self) -> Linearization:
-        """The other one, made anew if its graph has been given up."""
+        """The other linearization, computed again if its graph was freed."""
         return linearize(self._network, self.part) if self._view is None else self._view
 
     @property

@@ -23,7 +23,7 @@ SHARE = 0.0625
 def outputs_and_jvp(
     network: Network, part: Pass, directions: Sequence[Matrices]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The raw outputs of every loss call, and J v there, (k, …), by the engine that the network has."""
+    """The raw outputs of every loss call, and J v there, (k, …), by forward mode if the network has it."""
     if network.learned.forward_mode:
         try:
             return by_forward_mode(network, part, directions)

@@ -1,4 +1,4 @@
-"""What the user's code did between the model and the loss, so that K-FAC can do it again.
+"""The user's code between the model and the loss, recorded so that K-FAC can repeat it.
 
 A `Pass` is one micro-batch: the calls of the model or of modules in it, the operations between their
 outputs and the loss, and the loss calls. It can be run with other parameters or on some of the examples.
@@ -34,22 +34,22 @@ class ModelCall:
     """One call of the model, or of a module in it."""
 
     args: tuple[Any, ...]
-    """With references to what earlier steps compute."""
+    """With a `Ref` for every tensor that an earlier step computes."""
     kwargs: dict[str, Any]
     outputs: tuple[int, ...]
-    """Indices of the tensors in what it returned."""
+    """Indices of the returned tensors, in the order in which `tensors_of` finds them."""
     losses: tuple[int, ...] = ()
-    """Indices of what it called loss functions with, inside its forward."""
+    """Indices of the inputs of the loss functions that its forward called."""
     random: RandomState | None = None
-    """The generators' state before it, if it drew from them."""
+    """State of the random generators before the call; None if it drew no numbers."""
     trace: Any = None
-    """What the examples met on their way through the network, if it is kept for several passes."""
+    """The examples' activations and slopes (`linearize.Trace`), if several passes use them."""
     buffers: tuple[Kept, ...] = ()
-    """Copies of the buffers that it writes to, from before it."""
+    """Copies, from before the call, of the buffers that it writes to."""
     path: str = ""
-    """Which module was called, as `named_modules` has it; the model itself by default."""
+    """The name of the called module in `named_modules`; empty for the model itself."""
     shapes: tuple[torch.Size, ...] = ()
-    """Shapes of the tensors in what it returned."""
+    """Shapes of the returned tensors."""
 
     def run(self, model: Function, values: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
         """The tensors that it computes, with their indices."""
@@ -78,7 +78,7 @@ class Operation:
     kwargs: dict[str, Any]
     outputs: tuple[int, ...]
     random: RandomState | None = None
-    """The generators' state before it, if it drew from them."""
+    """State of the random generators before the call; None if it drew no numbers."""
 
     def run(self, model: Function, values: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
         """The tensors that it computes, with their indices."""
@@ -96,18 +96,18 @@ class LossCall:
     """One call of a loss function."""
 
     input: int
-    """The index of the outputs that it is about."""
+    """The index of its outputs z."""
     terms: Terms
     value: Tensor | None = None
-    """What it returned, times what it counts in the objective; None if K-FAC can't compute it."""
+    """Its part of the objective; None if K-FAC can't compute it."""
     function: Function | None = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] | None = None
     factor: float | Tensor = 1.0
-    """What it counts in the objective."""
+    """Its factor in the objective: the gradient that arrived at it."""
 
     def scaled(self, factor: float) -> "LossCall":
-        """The same call, counting `factor` times as much."""
+        """The call with a factor in the objective that is `factor` times as large."""
         return replace(
             self,
             terms=self.terms.scaled(factor),
@@ -131,11 +131,11 @@ class Pass:
     steps: tuple[Step, ...]
     losses: tuple[LossCall, ...]
     dims: ExampleDims = BY_CONVENTION
-    """Where it has its examples (`examples.py`)."""
+    """The dimensions of its examples (`examples.py`)."""
 
     @property
     def apart(self) -> bool:
-        """Whether some of the examples can be taken alone."""
+        """Whether a subset of the examples can be passed alone."""
         return self.dims.apart
 
     @property
@@ -167,7 +167,7 @@ class Pass:
 
     @cached_property
     def signature(self) -> object:
-        """What passes have in common that have their examples in the same places (`examples.py`)."""
+        """Equal for passes whose examples are along the same dimensions (`examples.py`)."""
         n = self.examples
         leaves, spec = pytree.tree_flatten([(step.args, step.kwargs) for step in self.steps])
         shapes = tuple(
@@ -181,7 +181,7 @@ class Pass:
         return str(spec), shapes, tuple(call.path for call in self.calls), terms
 
     def run(self, model: Function) -> list[Tensor]:
-        """The outputs that every loss call gets, in its own layout; `model` is called as the model was."""
+        """The outputs z of every loss call, in its own layout; `model` replaces the recorded one."""
         values: dict[int, Tensor] = {}
         with own_pass():
             for step in self.steps:
@@ -191,7 +191,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Batch:
-    """The mini-batch S′, as the closure went through it: one pass per micro-batch."""
+    """The mini-batch S′, with one pass per micro-batch of the closure or loop."""
 
     passes: tuple[Pass, ...]
     seen: bool = True
@@ -203,7 +203,7 @@ class Batch:
     mixed: bool = False
     """Whether the closure ran in half precision, which K-FAC's own passes do not."""
     weightless: bool = False
-    """Whether it stands for no example at all, in a process that has none: its terms count nothing."""
+    """Whether its terms have no weight: it stands for the empty share of a rank without examples."""
 
     @cached_property
     def examples(self) -> int:
@@ -214,12 +214,12 @@ class Batch:
 
     @cached_property
     def most_terms(self) -> int:
-        """The terms of all passes, by the loss call of each that has the most of them."""
+        """Σ over passes of the terms of the loss call that has the most."""
         return sum(max(terms.count for terms in part.terms) for part in self.passes)
 
     @property
     def traced(self) -> bool:
-        """Whether all passes have kept what they met, the masks that they drew among it."""
+        """Whether all calls have a trace, dropout masks included."""
         return all(call.trace is not None for part in self.passes for call in part.calls)
 
     @property
@@ -233,7 +233,7 @@ class Batch:
         return sum(terms.total_weight for part in self.passes for terms in part.terms)
 
     def scaled(self, factor: float) -> "Batch":
-        """The same mini-batch with its loss times a factor."""
+        """The mini-batch with its loss multiplied by a factor."""
         if factor == 1:
             return self
         return replace(
@@ -262,7 +262,7 @@ class Batch:
 
 
 class CatchLosses(TorchFunctionMode):
-    """What loss functions are called with, in this thread."""
+    """Collects the inputs of loss functions, in this thread."""
 
     def __init__(self) -> None:
         super().__init__()

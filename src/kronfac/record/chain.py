@@ -31,7 +31,7 @@ class Chains:
     pieces: list[list[int]]
     """The numbers of the units of every chain, in its order."""
     breaks: dict[int, str]
-    """For every unit that no other one precedes in a chain, but for the first one, why."""
+    """For every unit that begins a further chain, the reason that the one before it ends."""
 
 
 def chain_network(network: Network, part: Pass) -> Network:
@@ -81,7 +81,7 @@ def find_chains(network: Network, part: Pass) -> Chains:
 
 
 def _pieces(called: list[int], following: dict[int, int], units: int) -> list[list[int]]:
-    """Chains in the order in which they begin; other units behind them."""
+    """Chains in the order in which they begin; then units that are not called."""
     inside = set(following.values())
     pieces = []
     for n in [*called, *(n for n in range(units) if n not in called)]:
@@ -95,7 +95,7 @@ def _pieces(called: list[int], following: dict[int, int], units: int) -> list[li
 
 
 def _unfit(network: Network, uses: Uses, number: int) -> str:
-    """Why a unit can't be in a chain; empty if it can."""
+    """The reason that a unit can't be in a chain; empty if it can."""
     unit, own = network.units[number], uses.of[number]
     if not isinstance(unit.block, KroneckerBlock) or not unit.observed:
         return f"it has a {type(unit.block).__name__}, no Kronecker factors"

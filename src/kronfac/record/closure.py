@@ -129,7 +129,7 @@ class MiniBatchClosure:
             )
         self._model = model
         self.objective = objective
-        """Each `KFAC` has its own, by which it knows its closures."""
+        """Each `KFAC` has its own: a closure with another objective belongs to another `KFAC`."""
         self.targets = y
         self._chunk = chunk or len(y)
 
@@ -154,7 +154,7 @@ class MiniBatchClosure:
 
     @property
     def whole(self) -> bool:
-        """Whether it makes one pass over all examples."""
+        """Whether one pass covers all examples."""
         return self._chunk >= len(self.targets)
 
 

@@ -1,4 +1,4 @@
-"""What the first pass shows: how parameters that no adapter describes are used, and which block fits them.
+"""Blocks for parameters that no adapter describes, chosen by their uses in the first pass.
 
 A parameter that is used by functions that K-FAC understands gets the block for uses of that kind. One that
 is used in another way gets a diagonal block, from its gradient alone. So does one whose layer uses it in

@@ -44,7 +44,7 @@ NORMALIZED = 64
 
 
 def check_examples(network: Network, batch: Batch) -> Batch:
-    """The mini-batch with the places of its examples, checked for passes of a kind not seen before."""
+    """The mini-batch with the dimensions of its examples, checked for each new kind of pass."""
     if any(call.trace is not None for part in batch.passes for call in part.calls):
         return batch
     with network.buffers.preserved():
@@ -58,7 +58,7 @@ def norms_in_training(model: nn.Module) -> list[nn.Module]:
 
 
 def _dims(network: Network, part: Pass) -> ExampleDims:
-    """Where a pass has its examples."""
+    """The dimensions of the examples of a pass."""
     if part.examples < 2 or network.device.type == "meta":  # without storage there is no check
         return part.dims
     # A hash, which is saved: the same in every process.
@@ -273,7 +273,7 @@ def subsets(
 
 
 def _share(count: int, own: int, total: int) -> int:
-    """A rank's part of so many examples."""
+    """The share of `count` examples of a rank that has `own` of `total`."""
     return -(-count * own // total)
 
 
@@ -349,5 +349,5 @@ def _of_loss(loss: LossCall, index: Tensor | range, examples: int) -> LossCall:
 
 
 def _terms(index: Tensor, each: int) -> Tensor:
-    """The numbers of the terms of some examples, of which every one has so many."""
+    """The numbers of the terms of some examples, with `each` terms per example."""
     return (index.cpu()[:, None] * each + torch.arange(each)).reshape(-1)

@@ -1,4 +1,4 @@
-"""What was done to the model's outputs before a loss was called with them, read from torch's graph.
+"""Operations between the model's outputs and a loss call, read from torch's graph.
 
 In a loop without a closure nothing records the operations between the model and the loss, such as
 `logits[:, :-1].reshape(-1, V)`. The nodes of the graph say which they were, as long as each has one

@@ -29,11 +29,11 @@ class Record:
 
 @dataclass(eq=False)
 class SeenLoss:
-    """A loss call, the gradient that arrived at it, and what computes it again."""
+    """A loss call, the gradient that arrived at it, and the steps that lead to it."""
 
     call: LossCall
     value: Tensor | None
-    """What it returned; None if the outputs were declared with `kronfac.observe`."""
+    """The loss; None if the outputs were declared with `kronfac.observe`."""
     number: int
     """Its place among other losses."""
     record: Record | None = None

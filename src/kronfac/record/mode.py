@@ -32,7 +32,7 @@ _GRADIENT = getattr(torch.Tensor.grad, "__get__")  # noqa: B009
 
 
 class Recording(TorchFunctionMode):
-    """What happens inside a closure, or inside one call of the model or of the loss.
+    """Records a closure, or one call of the model or of the loss.
 
     Args:
         model: the model.

@@ -1,4 +1,4 @@
-"""What a training loop without a closure did with the model and the loss since the last step.
+"""The calls of the model and the loss in a training loop without a closure, since the last step.
 
 A record is attached to its graph: to the nodes of the model's outputs, then to a hook of the loss. So a
 forward pass that is never differentiated leaves nothing behind. A backward pass that arrives at the loss
@@ -85,7 +85,7 @@ class Recorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record nothing while this lasts: K-FAC's own passes, and closures, whose record is another."""
+        """Record nothing inside: for K-FAC's own passes, and for closures, which have their own record."""
         self._paused += 1
         try:
             yield
@@ -94,12 +94,12 @@ class Recorder:
 
     @property
     def records(self) -> tuple[SeenLoss | Record, ...]:
-        """What backward passes since the last step have come to, and whose gradients were not dropped."""
+        """Losses and outputs that backward passes have reached since the last step, unless zeroed since."""
         return (*self._losses, *self._outputs)
 
     @property
     def losses(self) -> tuple[SeenLoss, ...]:
-        """Those of them that are loss calls."""
+        """The loss calls among the records."""
         return tuple(self._losses)
 
     @property
@@ -114,7 +114,7 @@ class Recorder:
         self._losses, self._arriving, self._outputs = [], [], {}
 
     def snapshot(self) -> Callable[[], None]:
-        """A function that makes the record what it is now, for a step that fails."""
+        """A function that restores the record as it is now, for a step that fails."""
         kept = [
             (where, {k: _copied(v) for k, v in vars(where).items()}) for where in (self, self.watch)
         ]
@@ -132,7 +132,7 @@ class Recorder:
         return restore
 
     def step(self) -> None:
-        """A step goes by what was recorded: the next one begins."""
+        """Begin the record of the next step."""
         if self._losses:
             self._looks_inside = any(seen.inside for seen in self._losses)
         self.forget()
@@ -172,7 +172,7 @@ class Recorder:
         return batch
 
     def _missing_pass(self, who: str) -> LoopError:
-        """The error of a step for which no recorded call has got a gradient."""
+        """The error of a step without a recorded call that a backward pass has reached."""
         model = type(self.model).__name__
         if not self.watch.any_gradient():
             if self.forwards and self.detached:
@@ -342,7 +342,7 @@ class Recorder:
     # ----------------------------------------------------------------------------------- backward pass
 
     def _arrive(self, at: SeenLoss | Record, gradient: Tensor, index: int = 0) -> None:
-        """Note that a backward pass has come to a loss, or to an output that no loss is known of."""
+        """Note that a backward pass has reached a loss, or an output whose loss was not recorded."""
         if self._paused or (isinstance(at, Record) and at.read):
             return
         if self.watch.begin():
@@ -378,7 +378,7 @@ class BackwardWatch:
         self.passes = 0
         """Backward passes since the last step."""
         self.added_to_old = False
-        """Whether the first of them has added to gradients that the last step went by."""
+        """Whether the first of them has added to the gradients of the last step."""
 
     def begin(self) -> bool:
         """Whether a new backward pass has begun, and there were no gradients before it."""
@@ -410,7 +410,7 @@ class BackwardWatch:
         self._ended(written)
 
     def step(self) -> None:
-        """A step goes by the gradients as they are."""
+        """Note the gradients that a step has used."""
         self._stepped = _versions(self._gradients())
         self.passes, self.added_to_old = 0, False
 
@@ -425,7 +425,7 @@ class BackwardWatch:
         return touched and not any(g is not None and bool(g.any()) for g, _ in now)
 
     def any_gradient(self) -> bool:
-        """Whether a parameter has a gradient, from wherever."""
+        """Whether any parameter has a gradient."""
         return any(p.grad is not None for p in self._parameters)
 
     def only_zeros(self) -> bool:
