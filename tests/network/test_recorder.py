@@ -75,71 +75,59 @@ def test_micro_batches_of_different_sizes_make_up_the_whole(model, loss):
     assert_loss(batch, model, loss(model(X), Y))
 
 
-@pytest.mark.parametrize("loss", [nn.MSELoss(), Gaussian()])
-def test_arguments_by_keyword(model, loss):
-    def closure():
-        if isinstance(loss, Gaussian):
-            return loss(targets=Y, outputs=model(X))
-        return loss(target=Y, input=model(X))
-
-    batch = recorded(model, loss, closure)
-    assert torch.equal(batch.passes[0].terms[0].targets, Y)
-    assert_loss(batch, model, loss(model(X), Y))
+LOSS = nn.MSELoss()
+CLASSES = torch.tensor([0, 1, 1, 0, 1, 0])
 
 
-def test_class_indices_and_flattened_outputs(model):
-    y = torch.tensor([0, 1, 1, 0, 1, 0])
-    loss = nn.CrossEntropyLoss()
-    batch = recorded(model, loss, lambda: loss(model(X), y))
-    assert torch.equal(batch.passes[0].terms[0].targets, y)
-
-    single, loss = mlp([3, 4, 1]), nn.MSELoss()
-    batch = recorded(single, loss, lambda: loss(single(X).squeeze(1), Y[:, 0]))
-    (terms,) = batch.passes[0].terms
-    assert (terms.count, terms.event) == (6, 1)
-    assert torch.equal(terms.targets, Y[:, :1])
-    assert_loss(batch, single, loss(single(X).squeeze(1), Y[:, 0]))
+def evaluates(model):
+    with torch.no_grad():
+        LOSS(model(normal(9, 3)), normal(9, 2))
+    return LOSS(model(X), Y)
 
 
-def test_evaluations_without_gradients_are_not_recorded(model):
-    loss = nn.MSELoss()
-
-    def closure():
-        with torch.no_grad():
-            loss(model(normal(9, 3)), normal(9, 2))
-        return loss(model(X), Y)
-
-    batch = recorded(model, loss, closure)
-    assert [part.examples for part in batch.passes] == [6]
-    assert_loss(batch, model, loss(model(X), Y))
+def calls_in_vain(model):
+    LOSS(model(normal(4, 3, seed=7)), Y[:4])
+    return LOSS(model(X), Y)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        lambda z: 2 * z,
-        lambda z: z[:3],
-        lambda z: z + 0,
-        lambda z: z.clone(),
-        lambda z: z.mT.contiguous().mT,
-        lambda z: torch.cat([z, z * 3]).relu()[1:7],
-    ],
-)
-def test_what_is_done_to_the_outputs_is_done_again(model, changed):
-    """The terms are those of what the loss was called with, and it follows the parameters."""
-    loss = nn.MSELoss()
+def fails_first(model):
+    with pytest.raises(RuntimeError):
+        model(normal(6, 7))
+    return LOSS(model(X), Y)
 
-    def closure():
-        z = changed(model(X))
-        return loss(z, Y[: len(z)])
 
-    batch = recorded(model, loss, closure)
-    z = changed(model(X))
-    assert_loss(batch, model, loss(z, Y[: len(z)]))
-    assert torch.equal(batch.passes[0].terms[0].targets, Y[: len(z)])
+CLOSURES = {
+    "by keyword": (lambda m: LOSS(target=Y, input=m(X)), Y),
+    "a likelihood by keyword": (lambda m: Gaussian()(targets=Y, outputs=m(X)), Y),
+    "class indices": (lambda m: nn.CrossEntropyLoss()(m(X), CLASSES), CLASSES),
+    "one output, squeezed": (lambda m: LOSS(m(X)[:, :1].squeeze(1), Y[:, 0]), Y[:, :1]),
+    "evaluations without gradients": (evaluates, Y),
+    "a loss that is not differentiated": (calls_in_vain, Y),
+    "a call that fails": (fails_first, Y),
+    "twice the outputs": (lambda m: LOSS(2 * m(X), Y), Y),
+    "some outputs": (lambda m: LOSS(m(X)[:3], Y[:3]), Y[:3]),
+    "outputs and nothing": (lambda m: LOSS(m(X) + 0, Y), Y),
+    "a copy": (lambda m: LOSS(m(X).clone(), Y), Y),
+    "transposed twice": (lambda m: LOSS(m(X).mT.contiguous().mT, Y), Y),
+    "outputs twice": (lambda m: LOSS(torch.cat([m(X), m(X) * 3]).relu()[1:7], Y), Y),
+    "transposed": (lambda m: LOSS(m(X).mT, Y.mT), Y.mT),
+    "transposed to the same shape": (lambda m: LOSS(m(X[:2]).mT, Y[:2].mT), Y[:2].mT),
+}
+
+
+@pytest.mark.parametrize(("closure", "targets"), CLOSURES.values(), ids=CLOSURES)
+def test_a_closure_is_recorded_and_done_again(model, closure, targets):
+    """Its targets are those of the loss, which follows the parameters."""
+    batch = recorded(model, LOSS, lambda: closure(model))
+    (part,) = batch.passes
+    assert torch.equal(part.terms[0].targets, targets)
+    assert_loss(batch, model, closure(model))
     other = mlp([3, 4, 2], seed=5)
-    (found,) = batch.passes[0].run(other)
-    assert_close(found, changed(other(X)), **ALGEBRA)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        p.data.copy_(q)
+    with torch.no_grad():
+        again = part.losses[0].evaluate(part.run(model)[0])
+    assert_close(again, closure(model).detach().double(), **ALGEBRA)
 
 
 def test_memory_that_is_used_again_is_not_taken_for_the_outputs():
@@ -149,15 +137,6 @@ def test_memory_that_is_used_again_is_not_taken_for_the_outputs():
     for _ in range(50):
         batch = recorded(model, loss, lambda: loss(model(x) * 2.0 + 1.0, y))
         assert_loss(batch, model, loss(model(x) * 2.0 + 1.0, y))
-
-
-@pytest.mark.parametrize("rows", [6, 2])  # 2 × 2 is the same shape again
-def test_transposed_outputs_do_not_mix_up_the_targets(model, rows):
-    loss, y = nn.MSELoss(), Y[:rows]
-    batch = recorded(model, loss, lambda: loss(model(X[:rows]).mT, y.mT))
-    (terms,) = batch.passes[0].terms
-    assert torch.equal(terms.targets, y.mT)
-    assert_loss(batch, model, loss(model(X[:rows]), y))
 
 
 # ------------------------------------------------------------------------------------ what a loss counts
@@ -201,18 +180,6 @@ def test_losses_of_several_kinds_of_one_call(model):
     kinds = [type(terms.likelihood).__name__ for terms in part.terms]
     assert kinds == ["Categorical", "Gaussian"]
     assert_loss(batch, model, closure())
-
-
-def test_a_call_whose_loss_is_not_differentiated_does_not_count(model):
-    loss = nn.MSELoss()
-
-    def closure():
-        loss(model(normal(4, 3, seed=7)), Y[:4])
-        return loss(model(X), Y)
-
-    batch = recorded(model, loss, closure)
-    assert [part.examples for part in batch.passes] == [6]
-    assert_loss(batch, model, loss(model(X), Y))
 
 
 def test_ignored_targets_have_no_weight(model):
@@ -331,17 +298,6 @@ def test_hooks_are_there_only_while_it_records(model):
     with pytest.raises(ZeroDivisionError), record(model, objective):
         1 / 0  # noqa: B018
     assert not model._forward_hooks
-
-
-def test_a_model_that_fails_once_can_be_called_again(model):
-    loss = nn.MSELoss()
-
-    def closure():
-        with pytest.raises(RuntimeError):
-            model(normal(6, 7))
-        return loss(model(X), Y)
-
-    assert_loss(recorded(model, loss, closure), model, loss(model(X), Y))
 
 
 def test_another_thread_is_not_recorded_and_notices_nothing(model):

@@ -67,7 +67,7 @@ class Layout:
     arrange: Arrange | None = None
     """Makes (…, rows) of a tensor of the outputs' shape, if that is another."""
     dim: int | None = None
-    """The dimension of (…, rows) that has the examples, if the layer says it."""
+    """The dimension of (…, rows) that has the examples, if the layer knows it."""
     first_row: int = 0
     """The first row of V that was multiplied, if only some were."""
     counts: Tensor | None = None

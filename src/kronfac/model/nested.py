@@ -164,7 +164,7 @@ def call_plainly(
 
     Args:
         function: what is called.
-        types: the subclasses among its arguments, as `__torch_function__` is told them.
+        types: the subclasses among its arguments, as `__torch_function__` receives them.
         args: its arguments.
         kwargs: further ones.
     """

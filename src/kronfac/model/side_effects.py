@@ -226,7 +226,7 @@ class StandingHook:
         # longer knows that it takes keyword arguments.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StandingHook":
-        """A hook of nobody."""
+        """A hook without a method."""
         return StandingHook()
 
     def __reduce__(self) -> tuple[type["StandingHook"], tuple[()]]:
@@ -239,7 +239,7 @@ class StandingHook:
                 hooks.pop(key, None)
 
 
-def stand_by(
+def register_hooks(
     module: nn.Module, before: Callable[..., None], after: Callable[..., None]
 ) -> list[RemovableHandle]:
     """Have two methods called around every call of a module, until the handles are removed.
@@ -263,7 +263,7 @@ def remove_hooks(handles: Sequence[RemovableHandle]) -> None:
 
 
 def without_hooks(module: nn.Module) -> bool:
-    """Whether a module has no forward hooks but those that stand by, which change nothing."""
+    """Whether a module has no forward hooks but K-FAC's standing ones, which change nothing."""
     own = module.__dict__  # past `nn.Module.__getattr__`, which is slow to say no
     return all(
         type(hook) is StandingHook

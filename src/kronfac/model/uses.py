@@ -40,7 +40,7 @@ class LazyInputs(Inputs, Protocol):
     """Inputs of images or the like, which are computed when they are needed."""
 
     def arranged(self, examples: int, constants: Sequence[float]) -> Inputs:
-        """The same as those of so many examples, with further columns, such as the ones of a bias."""
+        """These inputs as those of so many examples, with further columns, such as the ones of a bias."""
         ...
 
 

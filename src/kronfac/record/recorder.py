@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kronfac.errors import LoopError
 from kronfac.model.nested import tensors_of
 from kronfac.model.own_pass import mixed
-from kronfac.model.side_effects import Buffers, device_of, stand_by
+from kronfac.model.side_effects import Buffers, device_of, register_hooks
 from kronfac.objective import LISTENERS, Likelihood, Objective, observe
 from kronfac.record.batch import Batch, ModelCall
 from kronfac.record.graph import Known, trace_back
@@ -76,8 +76,8 @@ class Recorder:
         self._losses: list[SeenLoss] = []
         self._outputs: dict[Record, dict[int, Tensor]] = {}
         self.handles = [
-            *stand_by(model, self._before_model, self._after_model),
-            *stand_by(objective.module, self._before_loss, self._after_loss),
+            *register_hooks(model, self._before_model, self._after_model),
+            *register_hooks(objective.module, self._before_loss, self._after_loss),
         ]
         LISTENERS.add(self)
 

@@ -74,7 +74,7 @@ class Patches:
         return replace(self, x=self.x[start * self.frames : stop * self.frames])
 
     def arranged(self, examples: int, constants: Sequence[float]) -> "Patches":
-        """The same images as those of so many examples, with further columns."""
+        """These images as those of so many examples, with further columns."""
         return replace(self, frames=len(self.x) // examples, constants=tuple(constants))
 
     def _sizes(self) -> torch.Size:
