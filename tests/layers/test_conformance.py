@@ -1,5 +1,7 @@
 """Every layer's uses against autograd: the gradient, and that of every example."""
 
+import operator
+
 import pytest
 import torch
 from torch import nn
@@ -184,6 +186,28 @@ FUNCTIONS = {
     "some positions": (lambda p, x: x.unsqueeze(1) + p[:, :3], (1, 5, 4)),
     "twice": (lambda s, x: x * s + s, (4,)),
     "softplus of it": (lambda s, x: x * functional.softplus(s), (4,)),
+    "in place by an operator": (lambda s, x: operator.iadd(operator.imul(x.clone(), s), s), (4,)),
+    "matmul(x, other=W)": (lambda w, x: torch.matmul(x, other=w), (4, 3)),
+    "matmul(input=x, other=W)": (lambda w, x: torch.matmul(other=w, input=x), (4, 3)),
+    "x.matmul(other=W)": (lambda w, x: x.matmul(other=w), (4, 3)),
+    "mm(x, mat2=W)": (lambda w, x: torch.mm(x, mat2=w), (4, 3)),
+    "x.mm(mat2=W)": (lambda w, x: x.mm(mat2=w), (4, 3)),
+    "W.__rmatmul__(x)": (lambda w, x: w.__rmatmul__(x), (4, 3)),
+    "expand(size=…)": (lambda t, x: x + t.expand(size=(len(x), -1)), (1, 4)),
+}
+LOOKUPS = {
+    "embedding": lambda E, i: functional.embedding(i, E),
+    "E[i]": lambda E, i: E[i],
+    "E[i], from the end": lambda E, i: E[i - len(E)],
+    "E[i], int32": lambda E, i: E[i.int()],
+    "index_select": lambda E, i: torch.index_select(E, 0, i.flatten()).view(*i.shape, -1),
+    "E.index_select": lambda E, i: E.index_select(-2, index=i.flatten()).view(*i.shape, -1),
+}
+COMPUTED = {
+    "normalised": lambda W, x: x @ functional.normalize(W).T,
+    "scaled": lambda W, x: x @ (3 * W).t(),
+    "some rows": lambda W, x: x @ W.roll(1, 0).mT,
+    "transposed twice": lambda W, x: x @ W.T.T,
 }
 
 
@@ -191,6 +215,22 @@ FUNCTIONS = {
 def test_parameters_of_a_users_own_module(name):
     function, *shapes = FUNCTIONS[name]
     uses_of(Own(function, *shapes), normal(N, 4, seed=9))
+
+
+@pytest.mark.parametrize("how", LOOKUPS)
+@pytest.mark.parametrize("shape", [(N,), (N, 3)], ids=str)
+def test_a_table_that_is_looked_up_without_a_layer(how, shape):
+    uses_of(Own(LOOKUPS[how], (7, 5)), indices(*shape))
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_weight_that_is_computed_is_not_the_parameter(name):
+    """As many examples as features: an x that is multiplied from the wrong side has the right shape."""
+    module = Own(COMPUTED[name], (4, 4)).double()
+    with record_uses([], find_units(module).units, 4) as seen:
+        module(normal(4, 4))
+    assert seen.unseen == {id(module.p0): "matmul"}
+    assert seen.computed == {id(module.p0)}
 
 
 def test_a_function_that_is_not_understood_is_named():

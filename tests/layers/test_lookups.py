@@ -5,39 +5,15 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 import kronfac
 from kronfac import KFAC
 from kronfac.curvature import DenseBlock, DiagonalBlock
 from tests.conftest import seeded
-from tests.failures.steps import FIXED, closure_of, flat
+from tests.failures.steps import FIXED, closure_of
 
 WORDS = torch.randint(300, (16, 3), generator=seeded(1))
 Y = torch.randint(2, (16,), generator=seeded(2))
-
-
-class Lookup(nn.Module):
-    """The mean of rows of a table, through a layer."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.how, self.table = how, nn.Parameter(torch.randn(300, 4, dtype=torch.float64))
-        self.out = nn.Linear(4, 2, dtype=torch.float64)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.out(torch.tanh(LOOKUPS[self.how](self.table, words)).mean(dim=1))
-
-
-LOOKUPS = {
-    "embedding": lambda E, i: nn.functional.embedding(i, E),
-    "E[i]": lambda E, i: E[i],
-    "E[i], from the end": lambda E, i: E[i - len(E)],
-    "E[i], int32": lambda E, i: E[i.int()],
-    "index_select": lambda E, i: torch.index_select(E, 0, i.flatten()).view(*i.shape, -1),
-    "E.index_select": lambda E, i: E.index_select(-2, index=i.flatten()).view(*i.shape, -1),
-}
 
 
 def stepped(model: nn.Module) -> KFAC:
@@ -46,13 +22,6 @@ def stepped(model: nn.Module) -> KFAC:
     for _ in range(3):
         optimizer.step(closure_of(optimizer, lambda model: loss(model(WORDS), Y)))
     return optimizer
-
-
-@pytest.mark.parametrize("how", LOOKUPS)
-def test_a_table_that_is_looked_up_takes_the_steps_of_an_embedding(how):
-    ours, truth = stepped(Lookup(how)), stepped(Lookup("embedding"))
-    assert all(unit.observed for unit in ours.network.units)
-    assert_close(flat(ours.model), flat(truth.model), rtol=1e-10, atol=1e-12)
 
 
 def test_a_table_with_an_index_of_the_models_own_is_a_part_of_the_parameter():

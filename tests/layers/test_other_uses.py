@@ -54,32 +54,6 @@ def test_a_use_without_a_gradient_is_a_constant():
     assert isinstance(unit.block, KroneckerBlock)
 
 
-class Untruthful(torch.autograd.Function):
-    """The identity, with a derivative of a half that forward mode does not have."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g / 2
-
-
-class Straight(PartlyDetached):
-    """Outputs with a gradient that is not theirs, as of a straight-through estimator."""
-
-    def forward(self, x):
-        return Untruthful.apply(self.layer(x))
-
-
-def test_another_derivative_than_the_value_says_is_told_of():
-    """J v by differences sees what the gradient does not, so they are of different functions."""
-    with pytest.warns(UserWarning, match="does not agree with the gradient"):
-        optimizer = step(Straight().double(), normal(8, 3))
-    assert not optimizer.network.learned.forward_mode
-
-
 def mean_of_draws(problem: Problem, draws: int) -> list[torch.Tensor]:
     """For each unit, what many estimates with other random signs show, (draws, size, size)."""
     found = [problem.curvature(ExactFisher(), seed=seed) for seed in range(draws)]

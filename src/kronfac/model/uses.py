@@ -185,7 +185,7 @@ class Uses:
                 for t in (indices, scale, counts)
             )
             assert index is not None
-            hot = OneHot(index, len(weight), weight.dtype, factor)
+            hot = OneHot(index.long(), len(weight), weight.dtype, factor)
             self._backwards(n, columns, outputs, hot, counted, None)
 
     def _backwards(
