@@ -28,9 +28,9 @@ from kronfac.model.registry import Layer, adapter_for
 from kronfac.model.side_effects import (
     RandomState,
     device_of,
+    register_hooks,
     remove_hooks,
     replay,
-    stand_by,
     start_from,
 )
 
@@ -356,7 +356,7 @@ class InputObserver:
                 if p is not None and name.startswith(PACKED):
                     self.parts[id(p)] = parts
         for module in _eager_modules(self.model):
-            self._handles += stand_by(module, self._before, self._after)
+            self._handles += register_hooks(module, self._before, self._after)
 
     def disarm(self) -> dict[int, Seen]:
         """See no more, and return what was seen."""
