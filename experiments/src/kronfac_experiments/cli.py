@@ -130,9 +130,7 @@ COMMANDS: dict[str, Command | Group] = {
             ),
         },
     ),
-    "data": Command(
-        "data_command", "DataConfig", "data_command", "list, fetch or verify the data sets"
-    ),
+    "data": Command("data_command", "DataConfig", "data_command", "list or fetch the data sets"),
     "demo": Command(
         "demo",
         "DemoConfig",

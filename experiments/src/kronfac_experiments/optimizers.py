@@ -20,7 +20,6 @@ from kronfac.report import Stopwatch
 from kronfac_experiments import ranks
 from kronfac_experiments.baseline import NesterovMomentum, momentum_at
 from kronfac_experiments.config import TORCH_OPTIMIZERS, KfacOptions, TrainConfig
-from kronfac_experiments.plain_steps import KfacSteps
 
 CHUNK = 5000
 """Rows of a mini-batch at a time, as in the authors' program: memory does not grow with the batch."""
@@ -74,10 +73,6 @@ class Stepper(Protocol):
     def step(self, x: Tensor, y: Tensor) -> StepNumbers:
         """One step on a mini-batch."""
         ...
-
-
-StepperMaker = Callable[[TrainConfig, nn.Module, Likelihood], Stepper]
-"""Makes an optimizer from a resolved configuration."""
 
 
 def make_stepper(config: TrainConfig, model: nn.Module, loss: Likelihood) -> Stepper:
@@ -139,7 +134,7 @@ class KfacStepper:
 
     def step(self, x: Tensor, y: Tensor) -> StepNumbers:
         """One step."""
-        KfacSteps(self.optimizer, CHUNK).step(x, y)
+        self.optimizer.step(self.optimizer.closure(x, y, chunk=CHUNK))
         report = self.optimizer.report
         assert report is not None
         return StepNumbers(
@@ -158,28 +153,30 @@ class KfacStepper:
         )
 
 
-class ClosureStepper:
-    """An optimizer that wants nothing but the loss and its gradient.
+class FirstOrderStepper:
+    """Nesterov momentum, or a class of `torch.optim` with its own defaults.
 
-    Args:
-        name: For messages.
-        optimizer: On the model's parameters.
-        model: Its parameters get the gradients.
-        loss: Averaged over the rows.
-        closure_decay: η of the term η/2 ‖θ‖², if the optimizer does not see to it by itself.
+    An optimizer with an argument `weight_decay` gets η there; to others the closure gives the loss
+    and the gradient of the objective with the term η/2 ‖θ‖².
     """
 
-    def __init__(
-        self,
-        name: str,
-        optimizer: torch.optim.Optimizer,
-        model: nn.Module,
-        loss: Likelihood,
-        closure_decay: float = 0.0,
-    ) -> None:
-        self._name, self.optimizer = name, optimizer
-        self._model, self._loss = model, loss
-        self._closure_decay = closure_decay
+    def __init__(self, config: TrainConfig, model: nn.Module, loss: Likelihood) -> None:
+        self._name, self._model, self._loss = config.optimizer, model, loss
+        kind: Callable[..., torch.optim.Optimizer] = NesterovMomentum
+        if config.optimizer != "nag":
+            kind = TORCH_OPTIMIZERS[config.optimizer]
+        eta, options = config.weight_decay or 0.0, config.first_order
+        if options.lr is not None and not 0 < options.lr < math.inf:
+            raise ValueError(f"--lr is positive and finite; got {options.lr}.")
+        has_decay = "weight_decay" in inspect.signature(kind).parameters
+        given = {
+            "lr": options.lr,
+            "mu_max": options.mu_max,
+            "weight_decay": eta if has_decay else None,
+        }
+        arguments = {name: value for name, value in given.items() if value is not None}
+        self.optimizer = kind(list(model.parameters()), **arguments)
+        self._closure_decay = 0.0 if has_decay else eta
 
     def start(self) -> StepNumbers:
         """Nothing but the learning rate and the first μ."""
@@ -242,33 +239,3 @@ class ClosureStepper:
             return momentum_at(group["updates"], group["mu_max"])
         momentum = group.get("momentum")
         return float(momentum) if isinstance(momentum, int | float) else None
-
-
-class FirstOrderStepper(ClosureStepper):
-    """Nesterov momentum, or a class of `torch.optim` with its own defaults.
-
-    An optimizer with an argument `weight_decay` gets η there; to others the closure gives the loss
-    and the gradient of the objective with the term η/2 ‖θ‖².
-    """
-
-    def __init__(self, config: TrainConfig, model: nn.Module, loss: Likelihood) -> None:
-        parameters = list(model.parameters())
-        eta = config.weight_decay or 0.0
-        options = config.first_order
-        if config.optimizer == "nag":
-            assert options.lr is not None
-            assert options.mu_max is not None
-            baseline = NesterovMomentum(
-                parameters, lr=options.lr, mu_max=options.mu_max, weight_decay=eta
-            )
-            super().__init__(config.optimizer, baseline, model, loss)
-            return
-        kind: Callable[..., torch.optim.Optimizer] = TORCH_OPTIMIZERS[config.optimizer]
-        accepted = inspect.signature(kind).parameters
-        arguments = {"weight_decay": eta} if "weight_decay" in accepted else {}
-        if options.lr is not None:
-            if not 0 < options.lr < math.inf:
-                raise ValueError(f"--lr is positive and finite; got {options.lr}.")
-            arguments["lr"] = options.lr
-        decay = 0.0 if "weight_decay" in accepted else eta
-        super().__init__(config.optimizer, kind(parameters, **arguments), model, loss, decay)

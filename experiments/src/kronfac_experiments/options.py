@@ -3,12 +3,9 @@
 import shlex
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from kronfac_experiments.config import hint
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from kronfac_experiments.optimizers import (
     DivergedError,
     StepNumbers,
     Stepper,
-    StepperMaker,
     TrainingFailedError,
     make_stepper,
 )
@@ -44,15 +43,9 @@ class Session:
     Args:
         config: Resolved.
         task: On the device and in the dtype of the configuration.
-        make: Makes the optimizer, if it is another than the configuration describes.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        task: Task,
-        make: StepperMaker = make_stepper,
-    ) -> None:
+    def __init__(self, config: TrainConfig, task: Task) -> None:
         torch.manual_seed(config.seed)
         self._task, self._world = task, ranks.current()
         x = task.train.inputs
@@ -62,7 +55,7 @@ class Session:
         self.average: AveragedModel | None = None
         if self._average_from:
             self.average = averaged(self.model, DECAY)
-        self._stepper = make(config, self.model, task.loss)
+        self._stepper = make_stepper(config, self.model, task.loss)
         self.optimizer = self._stepper.optimizer
         self.sampler = _sampler(config, len(task.train), self._stepper)
         self.iteration = 0

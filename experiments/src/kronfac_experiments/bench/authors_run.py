@@ -1,26 +1,23 @@
 """`kronfac bench authors-run`: the MNIST autoencoder beside the authors' own logged run.
 
 `presets.paper()` and the paper's growing mini-batch, several seeds. The authors' numbers are read off the
-log of their program. With `--log` its columns m and new_lambda are compared row by row.
+log of their program.
 """
 
-import csv
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from torch import nn
 
-from kronfac import KFAC, presets
-from kronfac_experiments.config import KfacOptions, TrainConfig, hint, resolved
-from kronfac_experiments.optimizers import CHUNK, KfacStepper, TrainingFailedError
+from kronfac_experiments.config import KfacOptions, TrainConfig, resolved
+from kronfac_experiments.optimizers import CHUNK, TrainingFailedError
 from kronfac_experiments.options import BenchOptions, at_least, command_line
 from kronfac_experiments.pages.document import Document, Table, described, publish, spread
 from kronfac_experiments.session import Session
@@ -35,8 +32,6 @@ AUTHORS_CASES = 504_877
 GAMMA_FACTOR = (19 / 20) ** 10
 SEARCH_INTERVAL = 20
 """T₂ of the paper."""
-LOG_DIGITS = 1e-4
-"""The log has five digits."""
 
 Row = dict[str, Any]
 
@@ -55,16 +50,12 @@ class AuthorsRunConfig(BenchOptions):
     """Iterations of each run."""
     rows: Path = Path("runs/authors_run.jsonl")
     """JSON lines, one for each iteration; runs that are there are not repeated."""
-    log: Annotated[Path | None, hint("FILE.csv", "none")] = None
-    """The authors' log, with columns iter, m and new_lambda, to compare with."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(1, seeds=self.seeds, iterations=self.iterations)
         if not self.fractions or not all(0 < fraction <= 1 for fraction in self.fractions):
             raise ValueError(f"--fractions are in (0, 1]; got {self.fractions}.")
-        if self.log is not None and not self.log.is_file():
-            raise ValueError(f"--log is a CSV file; there is no {self.log}.")
 
 
 @dataclass(frozen=True)
@@ -121,7 +112,7 @@ def _run(config: AuthorsRunConfig, name: str, seed: int, fraction: float) -> lis
     options = KfacOptions(inverse=config.inverse, preset="paper", fisher_fraction=fraction)
     train = TrainConfig("mnist", kfac=options, seed=seed, average=0, threads=config.threads)
     train = resolved(train, cases=len(task.train), weight_decay=task.weight_decay)
-    session = Session(train, task, _with_the_presets_targets)
+    session = Session(train, task)
     rows: list[Row] = []
     for k in range(1, config.iterations + 1):
         found = session.step()
@@ -136,24 +127,10 @@ def _run(config: AuthorsRunConfig, name: str, seed: int, fraction: float) -> lis
     return rows
 
 
-def _with_the_presets_targets(
-    config: TrainConfig, model: nn.Module, loss: nn.Module
-) -> KfacStepper:
-    """K-FAC whose sampled targets do not depend on the seed: seeds differ in start and mini-batches."""
-    options = config.kfac
-    constants = presets.paper()
-    constants["intervals"] = replace(
-        constants["intervals"], fisher_fraction=options.fisher_fraction
-    )
-    decay = config.weight_decay or 0.0
-    return KfacStepper(KFAC(model, loss, inverse=options.inverse, weight_decay=decay, **constants))
-
-
 def _document(config: AuthorsRunConfig, trials: Sequence[AuthorsTrial]) -> Document:
     return Document(
         title="Beside the authors' own run",
-        command=command_line("bench authors-run", config, leave_out=("rows", "log"))
-        + ("" if config.log is None else " --log FILE"),
+        command=command_line("bench authors-run", config, leave_out=("rows",)),
         settings=described(
             config.threads,
             config.seed,
@@ -186,31 +163,12 @@ def _errors(config: AuthorsRunConfig, trials: Sequence[AuthorsTrial]) -> Table:
         f"with other work they say little. Cases processed by the end: {trials[0].rows[-1]['cases']:,} "
         f"(the log: {AUTHORS_CASES:,} by iteration 200)."
     )
-    if config.log is not None:
-        note += " " + compare_with_log([row for trial in trials for row in trial.rows], config.log)
     columns = ["τ₂", *(f"iteration {k}" for k in marks), "seconds"]
     return Table("Training error", columns, rows, note)
 
 
 def _short(value: float) -> str:
     return f"{value:.3g}"
-
-
-def compare_with_log(rows: Sequence[Row], log: Path) -> str:
-    """Whether m and λ equal the log's columns."""
-    with log.open(encoding="utf-8") as file:
-        theirs = {int(row["iter"]): row for row in csv.DictReader(file)}
-    wrong_m = [row["k"] for row in rows if int(theirs[row["k"]]["m"]) != row["m"]]
-    wrong_lambda = [
-        row["k"]
-        for row in rows
-        if (logged := theirs[row["k"]]["new_lambda"])
-        and abs(float(logged) / row["lambda"] - 1) > LOG_DIGITS
-    ]
-    return (
-        f"Against the log, all runs and iterations: m differs at {wrong_m or 'none'}, "
-        f"λ differs at {wrong_lambda or 'none'}."
-    )
 
 
 def _gammas(trials: Sequence[AuthorsTrial]) -> Table:

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from rich.console import Console
@@ -21,7 +21,6 @@ from kronfac import KFAC, Bernoulli, Gaussian, KronfacError, plan, presets
 from kronfac_experiments import problems
 from kronfac_experiments.options import BenchOptions, at_least, command_line
 from kronfac_experiments.pages.document import Document, Table, described, publish
-from kronfac_experiments.plain_steps import GradientSteps, KfacSteps, Steps
 from kronfac_experiments.race.models import vit_lora
 from kronfac_experiments.race.problems import PROBLEMS
 
@@ -33,6 +32,40 @@ LR = 1e-4
 Batches = Iterator[tuple[Tensor, Tensor]]
 Inverse = Literal["block_diagonal", "block_tridiagonal"]
 Network = Literal["cnn", "resnet", "conv_autoencoder", "gpt", "lstm", "tabular", "vit_lora"]
+
+
+class Steps(Protocol):
+    """An optimizer on a model and a loss."""
+
+    def step(self, x: Tensor, y: Tensor) -> object:
+        """One step on a mini-batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class KfacSteps:
+    """Steps of K-FAC with the closure that it makes itself."""
+
+    optimizer: KFAC
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        """One step on a mini-batch."""
+        self.optimizer.step(self.optimizer.closure(x, y))
+
+
+@dataclass(frozen=True)
+class GradientSteps:
+    """Steps of an optimizer that needs the gradient alone."""
+
+    model: nn.Module
+    loss: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        """One step on a mini-batch."""
+        self.optimizer.zero_grad()
+        self.loss(self.model(x), y).backward()
+        self.optimizer.step()
 
 
 @dataclass(frozen=True)

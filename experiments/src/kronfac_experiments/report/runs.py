@@ -185,7 +185,7 @@ def _read_config(path: Path) -> dict[str, str]:
         record = json.loads(path.read_text(encoding="utf-8"))
         settings = flatten(record.pop("config"), named_by_group=False)
         return settings | {"problem": record.pop("name")} | flatten(record)
-    except (ValueError, AttributeError, KeyError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ReportError(f"The report cannot read '{path}': {error!r}.") from error
 
 
