@@ -33,10 +33,7 @@ def test_two_processes_send_gradients_statistics_and_inverses(
     assert least < sent / 2 < 4 * least
     for run in found[2]:
         assert run.messages[0] > run.sums[0] >= 2
-        assert run.waited[0] > 0
     assert found[1][0].messages == [0]
-    held = [rank.inverses for rank in found[2]]
-    assert held == 2 * [found[1][0].inverses]
     monkeypatch.setattr(ranks, "measure", lambda config, console: found)
     ranks.ranks_command(config)
     assert "\n| 2 |" in (tmp_path / "page.md").read_text()

@@ -92,8 +92,8 @@ def test_only_the_command_that_is_called_is_imported():
 MISTAKES = {
     "bench stpe": "kronfac bench: no command 'stpe'; there are step",
     "trian": "no command 'trian'; there are train,",
-    "train": "Name one PROBLEM (curves, mnist, faces, mnist16, friedman)",
-    "train mnits": "PROBLEM is one of curves, mnist, faces, mnist16, friedman",
+    "train": "Name one PROBLEM (curves, mnist, faces, mnist16)",
+    "train mnits": "PROBLEM is one of curves, mnist, faces, mnist16",
     "train curves mnist": "mnist",
     "train curves --data x.npz --layers 3,2": "Name one PROBLEM",
     "train --data x.npz": "--data needs --layers",
@@ -157,6 +157,12 @@ def test_settings_that_the_optimizer_refuses(words, tmp_path, capsys):
     line = only_line(capsys)
     assert "got" in line or "Invalid" in line  # torch.optim's own words
     assert not run.exists()
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train(write_cases(tmp_path), tmp_path / "run") == 2
+    assert "docs/howto/several_processes.md" in only_line(capsys)
 
 
 def test_a_run_is_never_overwritten(tmp_path, capsys):

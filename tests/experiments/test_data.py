@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from kronfac_experiments.data import faces as faces_module
 from kronfac_experiments.data import fetch as fetch_module
 from kronfac_experiments.data.curves import curves
-from kronfac_experiments.data.faces import cut_patches, faces, olivetti_images, upright_faces
+from kronfac_experiments.data.faces import cut_patches, faces, olivetti_images
 from kronfac_experiments.data.fetch import DataError, DataFile, fetch, find
 from kronfac_experiments.data.mnist import TEST_LABELS, mnist, mnist_16x16
 
@@ -186,20 +186,7 @@ def test_curves_are_images_and_repeat_with_the_seed():
     assert not images.view(-1, 28, 28)[:, :, [0, 1, 27]].any()
 
 
-def test_curves_refuse_no_cases():
-    with pytest.raises(ValueError, match="cases=0"):
-        curves(0)
-
-
 # --- FACES ------------------------------------------------------------------------------------
-
-
-def test_matlab_faces_are_stored_column_by_column():
-    rng = np.random.default_rng(0)
-    upright = rng.integers(0, 256, (400, 64, 64), dtype=np.uint8)
-    columns = np.stack([image.flatten(order="F") for image in upright], axis=1)
-    assert columns.shape == (4096, 400)
-    assert (upright_faces(columns) == upright).all()
 
 
 def test_faces_come_from_the_matlab_file_when_there_is_no_other(no_data, tmp_path, monkeypatch):
@@ -249,11 +236,3 @@ def test_faces_have_the_statistics_of_the_recipe(real_data):
     # The recipe says about 142 for 414 patches of an image; 30 give 142.2 ± 0.3 over seeds.
     error = principal_component_error(train.double(), test.double(), 30)
     assert_close(error, 142.0, rtol=0, atol=2.0)
-
-
-def test_faces_repeat_with_the_seed(real_data):
-    images = olivetti_images()[:3]
-    assert torch.equal(cut_patches(images, 5, seed=1), cut_patches(images, 5, seed=1))
-    assert not torch.equal(cut_patches(images, 5, seed=1), cut_patches(images, 5, seed=2))
-    with pytest.raises(ValueError, match="patches_per_image=0"):
-        faces(patches_per_image=0)

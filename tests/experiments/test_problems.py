@@ -15,7 +15,6 @@ from kronfac_experiments.problems import (
     load,
     reconstruction_error,
 )
-from kronfac_experiments.task import regression_task
 
 SMALL = Problem("small", (12, 8, 3, 8, 12), "bernoulli", 1e-5, train_cases=1, test_cases=1)
 
@@ -77,16 +76,12 @@ def test_reconstruction_error_is_the_summed_square_per_case():
     expected = ((logits - x) ** 2).sum(1).mean().item()
     error = reconstruction_error(model, x, problem=linear)
     assert_close(error, expected, rtol=1e-6, atol=0)
-    with pytest.raises(ValueError, match="got none"):
-        reconstruction_error(model, x[:0], problem=SMALL)
 
 
 def test_load_gives_the_cases_of_the_problem(real_data):
     train, test = load("mnist")
     assert train.shape == (MNIST.train_cases, MNIST.layers[0])
     assert test.shape == (MNIST.test_cases, MNIST.layers[0])
-    with pytest.raises(ValueError, match="curves, mnist, faces; got 'cifar'"):
-        load("cifar")
 
 
 @pytest.mark.slow
@@ -104,22 +99,3 @@ def test_mnist_starts_where_the_authors_program_does(real_data):
         reconstruction_error(build_model(MNIST, seed), images, problem=MNIST) for seed in range(3)
     ]
     assert abs(sum(errors) / 3 - 263) < 16
-
-
-def test_problem_refuses_widths_without_a_middle():
-    with pytest.raises(ValueError, match="odd number of widths"):
-        Problem("even", (4, 2, 2, 4), "gaussian", 0.0, train_cases=1, test_cases=1)
-
-
-def test_friedmans_function_is_scaled_and_always_the_same():
-    task = regression_task()
-    x, y = task.train.inputs, task.train.targets
-    assert (x.shape, y.shape) == ((10_000, 10), (10_000, 1))
-    for part in (x, y):
-        assert abs(float(part.mean())) < 0.03
-        assert abs(float(part.std()) - 1) < 0.03
-    u = x.double() / 12**0.5 + 0.5
-    wanted = 10 * torch.sin(torch.pi * u[:, 0] * u[:, 1]) + 20 * (u[:, 2] - 0.5) ** 2
-    wanted = (wanted + 10 * u[:, 3] + 5 * u[:, 4] - 14.41) / 4.88
-    assert_close(y[:, 0].double(), wanted, rtol=1e-4, atol=1e-5)
-    assert torch.equal(y, regression_task().train.targets)

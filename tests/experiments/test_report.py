@@ -197,18 +197,14 @@ def test_configurations_side_by_side(tmp_path, report):
     assert flatten({"a": {"b": [1, "é"]}, "d": True, "e": None}) == {"a.b": '[1, "é"]', "d": "true"}
 
 
-def test_grey_is_zero_to_one_or_what_occurs():
+def test_pictures_are_grey_over_what_occurs_and_spread_over_the_run():
+    for count in (1, 6, 7, 40):
+        chosen = spread(count, 6)
+        assert (len(chosen), chosen[0], chosen[-1]) == (min(count, 6), 0, count - 1)
+        assert chosen == sorted(set(chosen))
     assert grey_range(np.array([0.2, 0.7])) == (0, 1)
     assert grey_range(np.array([-2.0, 3.0])) == (-2, 3)
     assert grey_range(np.array([5.0, np.nan])) == (5, 6)
-
-
-@pytest.mark.parametrize("count", [1, 5, 6, 7, 9, 40])
-def test_spread_keeps_the_ends(count):
-    chosen = spread(count, 6)
-    assert len(chosen) == min(count, 6)
-    assert (chosen[0], chosen[-1]) == (0, count - 1)
-    assert chosen == sorted(set(chosen))
 
 
 @pytest.mark.parametrize(

@@ -27,17 +27,15 @@ class Command:
     """A subcommand by name, so that only the one that is called gets imported.
 
     Args:
-        module: Below `kronfac_experiments`.
-        config: The dataclass of its options.
-        run: Takes the options; may return the files it wrote.
-        defaults: Takes the options, and may return others that those not given are taken from.
+        config: The dataclass of its options, with its module below `kronfac_experiments`.
         summary: For `kronfac --help`.
+        run: Function beside it that takes the options and may return the files it wrote.
+        defaults: Takes the options, and may return others that those not given are taken from.
     """
 
-    module: str
     config: str
-    run: str
     summary: str
+    run: str
     defaults: str | None = None
 
 
@@ -54,88 +52,70 @@ class Group:
     commands: "dict[str, Command | Group]"
 
 
+BENCHMARKS: dict[str, Command | Group] = {
+    "step": Command(
+        "bench.steps.StepConfig", "a step of K-FAC over one of SGD, by part", "step_command"
+    ),
+    "small-step": Command(
+        "bench.steps.SmallStepConfig",
+        "a step of a small network over one of AdamW, and with dropout over without",
+        "small_step_command",
+    ),
+    "network-step": Command(
+        "bench.steps.NetworkStepConfig",
+        "a step of K-FAC over one of SGD on convolutions, attention and an LSTM",
+        "network_step_command",
+    ),
+    "import": Command(
+        "bench.import_time.ImportConfig",
+        "what `import kronfac` takes beyond torch's own import",
+        "import_command",
+    ),
+    "ranks": Command(
+        "bench.ranks.RanksConfig",
+        "steps in 1, 2 and 4 processes: seconds and bytes",
+        "ranks_command",
+    ),
+    "mnist": Command(
+        "bench.mnist.MnistConfig",
+        "examples to the authors' error on MNIST by defaults, against a threshold",
+        "mnist_command",
+    ),
+    "authors-run": Command(
+        "bench.authors_run.AuthorsRunConfig",
+        "K-FAC with the paper's constants on MNIST, beside the authors' logged run",
+        "authors_run_command",
+    ),
+}
 COMMANDS: dict[str, Command | Group] = {
     "train": Command(
-        "train",
-        "TrainConfig",
-        "train_command",
+        "train.TrainConfig",
         "train a network of the paper, or on your own data; resume a run",
+        "train_command",
         defaults="saved_config",
     ),
     "report": Command(
-        "report", "ReportConfig", "write_report", "write one HTML page about one or more runs"
+        "report.ReportConfig", "write one HTML page about one or more runs", "write_report"
     ),
     "figure": Command(
-        "figures",
-        "FigureConfig",
-        "figure_command",
-        "make a figure of the paper, as PNG, PDF and CSV",
+        "figures.FigureConfig", "make a figure of the paper, as PNG, PDF and CSV", "figure_command"
     ),
     "race": Command(
-        "race.command",
-        "RaceConfig",
-        "race_command",
+        "race.command.RaceConfig",
         "race optimizers on problems in equal seconds or steps; every run is kept",
+        "race_command",
     ),
     "results": Command(
-        "race.pages",
-        "ResultsConfig",
-        "results_command",
+        "race.pages.ResultsConfig",
         "render a page of results from the committed runs; repeat them with --run",
+        "results_command",
     ),
-    "bench": Group(
-        "measure what K-FAC costs and what it gains",
-        {
-            "step": Command(
-                "bench.steps",
-                "StepConfig",
-                "step_command",
-                "a step of K-FAC over one of SGD, by part",
-            ),
-            "small-step": Command(
-                "bench.steps",
-                "SmallStepConfig",
-                "small_step_command",
-                "a step of a small network over one of AdamW, and with dropout over without",
-            ),
-            "import": Command(
-                "bench.import_time",
-                "ImportConfig",
-                "import_command",
-                "what `import kronfac` takes beyond torch's own import",
-            ),
-            "network-step": Command(
-                "bench.steps",
-                "NetworkStepConfig",
-                "network_step_command",
-                "a step of K-FAC over one of SGD on convolutions, attention and an LSTM",
-            ),
-            "ranks": Command(
-                "bench.ranks",
-                "RanksConfig",
-                "ranks_command",
-                "steps in 1, 2 and 4 processes: seconds, bytes and messages",
-            ),
-            "mnist": Command(
-                "bench.mnist",
-                "MnistConfig",
-                "mnist_command",
-                "examples to the authors' error on MNIST by defaults, against a threshold",
-            ),
-            "authors-run": Command(
-                "bench.authors_run",
-                "AuthorsRunConfig",
-                "authors_run_command",
-                "K-FAC with the paper's constants on MNIST, beside the authors' logged run",
-            ),
-        },
-    ),
-    "data": Command("data_command", "DataConfig", "data_command", "list or fetch the data sets"),
+    "bench": Group("measure what K-FAC costs and what it gains", BENCHMARKS),
+    "data": Command("data_command.DataConfig", "list or fetch the data sets", "data_command"),
     "demo": Command(
-        "demo",
-        "DemoConfig",
-        "demo_command",
+        "demo.DemoConfig",
         "two minutes of K-FAC beside Nesterov momentum and AdamW, ending in the report",
+        "demo_command",
     ),
 }
 
@@ -177,10 +157,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: Command, program: str, arguments: list[str]) -> None:
-    module = importlib.import_module(f"kronfac_experiments.{command.module}")
+    package, _, options = command.config.rpartition(".")
+    module = importlib.import_module(f"kronfac_experiments.{package}")
     if "pooch" in sys.modules:  # tells of every download, also of those that then fail
         sys.modules["pooch"].get_logger().setLevel(logging.WARNING)
-    kind = getattr(module, command.config)
+    kind = getattr(module, options)
     config = _parse(kind, program, arguments)
     if command.defaults is not None:
         defaults = getattr(module, command.defaults)(config)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-PROBLEMS = ("curves", "mnist", "faces", "mnist16", "friedman")
+PROBLEMS = ("curves", "mnist", "faces", "mnist16")
 TORCH_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): item
     for name, item in vars(torch.optim).items()
@@ -121,8 +121,8 @@ class TrainConfig:
     """Train a network of the paper, or an autoencoder of your own data.
 
     PROBLEM is curves (generated, no download), mnist or faces, the deep autoencoders of section 13,
-    mnist16, the classifier of section 3, or friedman, a regression (generated). Errors are squared
-    errors a case, summed over pixels, and per cent of cases misclassified for mnist16.
+    or mnist16, the classifier of section 3. Errors are squared errors a case, summed over pixels, and per
+    cent of cases misclassified for mnist16.
 
     Cases of --data that all lie in [0, 1] get a cross-entropy loss, others a squared error. An array
     'test' (n', d) in the file holds the test cases; without it a sixth of the cases is held out.
@@ -131,7 +131,7 @@ class TrainConfig:
     problem: Annotated[
         str | None, tyro.conf.Positional, hint("PROBLEM", "none, for --data or --resume")
     ] = None
-    """curves, mnist, faces, mnist16 or friedman."""
+    """curves, mnist, faces or mnist16."""
     data: Annotated[Path | None, hint("FILE.npz", "none")] = None
     """Your own cases, for an autoencoder: array 'cases' (n, d), or the file's first array."""
     layers: Annotated[str | None, hint("WIDTHS", "none")] = None

@@ -93,14 +93,8 @@ def progress_ratio(
 ) -> float | None:
     """How many times the progress of `slow` a unit of the axis is worth to `fast`, in one stage.
 
-    (x_slow(last) − x_slow(first)) / (x_fast(last) − x_fast(first))
-
-    Args:
-        fast: 1.3 means that it makes 30 % more progress an iteration, a case or a second.
-        slow: What it is compared with.
-        axis: Which of these.
-        last: Error at the end of the stage.
-        first: Error at its beginning; ∞ is the start of the runs.
+    (x_slow(last) − x_slow(first)) / (x_fast(last) − x_fast(first)): 1.3 is 30 % more progress an iteration,
+    a case or a second. The stage goes from error `first`, or from the start of the runs, to error `last`.
 
     Returns:
         None if one of them does not reach `last`, or begins below it or below a finite `first`.
@@ -119,22 +113,10 @@ def progress_ratio(
 def batch_exponent(
     large: ErrorCurve, small: ErrorCurve, batch_ratio: float, last: float, first: float = math.inf
 ) -> float | None:
-    """p, if the progress an iteration from error `first` to `last` is proportional to mᵖ.
-
-    p = log(progress_ratio an iteration) / log(m_large / m_small)
+    """p = log(progress_ratio an iteration) / log(m_large / m_small): progress is proportional to mᵖ.
 
     p > 1 is super-linear: the larger mini-batch needs fewer cases for the stage, as the ratio of cases is
     (m_large / m_small)^(1 − p). p = 1 is linear, the same cases; p = 0 is no gain at all.
-
-    Args:
-        large: The run with the larger mini-batches.
-        small: The run with the smaller ones.
-        batch_ratio: m_large / m_small.
-        last: Error at the end of the stage.
-        first: Error at its beginning; ∞ is the start of the runs.
-
-    Returns:
-        None as for `progress_ratio`.
     """
     ratio = progress_ratio(large, small, "iteration", last, first)
     return None if ratio is None else math.log(ratio) / math.log(batch_ratio)

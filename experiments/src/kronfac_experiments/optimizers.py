@@ -17,7 +17,6 @@ from kronfac.extend import First
 from kronfac.kfac import KFAC
 from kronfac.objective.likelihoods import Likelihood
 from kronfac.report import Stopwatch
-from kronfac_experiments import ranks
 from kronfac_experiments.baseline import NesterovMomentum, momentum_at
 from kronfac_experiments.config import TORCH_OPTIMIZERS, KfacOptions, TrainConfig
 
@@ -206,17 +205,13 @@ class FirstOrderStepper:
         return StepNumbers(losses[0], alpha=alpha, mu=mu, parts=dict(watch.seconds))
 
     def _gradient(self, x: Tensor, y: Tensor) -> Tensor:
-        """Mean loss over the rows of all processes; its gradient is left in the parameters."""
+        """Mean loss over the rows; its gradient is left in the parameters."""
         self.optimizer.zero_grad()
-        world = ranks.current()
-        rows = ranks.total(world, len(x))
         total = torch.zeros((), device=x.device, dtype=x.dtype)
         for inputs, targets in zip(x.split(CHUNK), y.split(CHUNK), strict=True):
-            loss = self._loss(self._model(inputs), targets) * (len(inputs) / rows)
+            loss = self._loss(self._model(inputs), targets) * (len(inputs) / len(x))
             loss.backward()
             total += loss.detach()
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        ranks.sum_over_ranks(world, [total, *gradients])
         return total
 
     def _with_decay(self, loss: Tensor) -> Tensor:

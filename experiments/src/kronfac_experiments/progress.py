@@ -89,12 +89,9 @@ class Display:
             self._console.print("Saving after this iteration; Ctrl-C again stops at once.")
 
     def _share(self, row: dict[str, Any]) -> float:
-        shares = [0.0]
-        if self._limits.iterations:
-            shares.append(row["iteration"] / self._limits.iterations)
-        if self._limits.seconds:
-            shares.append(row["seconds"] / self._limits.seconds)
-        return min(1.0, max(shares))
+        done = row["iteration"] / (self._limits.iterations or math.inf)
+        share = max(done, row["seconds"] / (self._limits.seconds or math.inf))
+        return min(1.0, float(share))
 
     def seconds_left(self, row: dict[str, Any]) -> float | None:
         """Optimiser time to the first limit, as far as it can be known."""

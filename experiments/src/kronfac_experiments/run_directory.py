@@ -118,13 +118,10 @@ class RunDirectory:
         path: The folder.
         config: Resolved.
         sha256: Checksum of a user's own data file.
-        writes: Whether this process is the one that writes: of several ranks, the first.
     """
 
-    def __init__(
-        self, path: Path, config: TrainConfig, sha256: str | None, writes: bool = True
-    ) -> None:
-        self.path, self.writes = path, writes
+    def __init__(self, path: Path, config: TrainConfig, sha256: str | None) -> None:
+        self.path = path
         self._config, self._sha256 = config, sha256
         self._metrics: IO[bytes] | None = None
         self._snapshots: dict[int, npt.NDArray[np.floating[Any]]] = {}
@@ -132,8 +129,6 @@ class RunDirectory:
         """What was damaged; complete after `start`."""
 
     def __enter__(self) -> "RunDirectory":
-        if not self.writes:
-            return self
         self.path.mkdir(parents=True, exist_ok=True)
         sync_folder(self.path.parent)
         self._metrics = (self.path / METRICS).open("ab")
@@ -151,8 +146,7 @@ class RunDirectory:
 
     def start(self, state: dict[str, Any] | None) -> None:
         """Open for writing; forget what came after this checkpoint."""
-        if self._metrics is None:
-            return
+        assert self._metrics is not None
         write_json(self.path / CONFIG, _record(self._config, self._sha256))
         self._metrics.truncate(0 if state is None else state["metrics_bytes"])
         self._metrics.seek(0, os.SEEK_END)
@@ -163,10 +157,10 @@ class RunDirectory:
 
     def log(self, row: dict[str, Any]) -> None:
         """Add an iteration; numbers that are not finite, which JSON has not, become null."""
-        if self._metrics is not None:
-            clean = {name: _finite(value) for name, value in row.items()}
-            self._metrics.write(json.dumps(clean, ensure_ascii=False).encode() + b"\n")
-            self._metrics.flush()
+        assert self._metrics is not None
+        clean = {name: _finite(value) for name, value in row.items()}
+        self._metrics.write(json.dumps(clean, ensure_ascii=False).encode() + b"\n")
+        self._metrics.flush()
 
     def snapshot(
         self,
@@ -175,8 +169,6 @@ class RunDirectory:
         reconstructions: npt.NDArray[np.floating[Any]],
     ) -> None:
         """Keep the reconstructions, (8, d) both."""
-        if not self.writes:
-            return
         self._snapshots[iteration] = reconstructions
         self._write_snapshots(originals)
 
@@ -214,8 +206,7 @@ class RunDirectory:
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint; what was logged so far is on the disk before it is."""
-        if self._metrics is None:
-            return
+        assert self._metrics is not None
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
         content = {**state, "format": FORMAT, "metrics_bytes": self._metrics.tell()}
@@ -223,8 +214,7 @@ class RunDirectory:
 
     def diverged(self, message: str) -> None:
         """Note that the run ends here."""
-        if self.writes:
-            write_json(self.path / DIVERGED, {"message": message})
+        write_json(self.path / DIVERGED, {"message": message})
 
     def load(self, device: torch.device) -> dict[str, Any] | None:
         """The checkpoint to continue from; None if nothing was written before it.
@@ -233,7 +223,7 @@ class RunDirectory:
             RunError: it is damaged or lost, or another version of kronfac wrote it.
         """
         path, metrics = self.path / CHECKPOINT, self.path / METRICS
-        length = metrics.stat().st_size if metrics.is_file() else 0
+        length = metrics.stat().st_size
         if not path.is_file():
             if length:
                 raise RunError(

@@ -13,7 +13,6 @@ from kronfac import (
     AdaptiveBatchSampler,
     KronfacError,
 )
-from kronfac_experiments import ranks
 from kronfac_experiments.config import TrainConfig
 from kronfac_experiments.optimizers import (
     DivergedError,
@@ -37,8 +36,7 @@ class Session:
     """Model, optimizer, sampler, average and clocks.
 
     `seconds` is the time of the steps and of averaging: drawing and gathering mini-batches,
-    evaluating, logging and saving are not counted. With several processes, every one of them has a session;
-    each draws the same mini-batches and takes its part of them, and the clock is that of rank 0.
+    evaluating, logging and saving are not counted.
 
     Args:
         config: Resolved.
@@ -47,7 +45,7 @@ class Session:
 
     def __init__(self, config: TrainConfig, task: Task) -> None:
         torch.manual_seed(config.seed)
-        self._task, self._world = task, ranks.current()
+        self._task = task
         x = task.train.inputs
         self.model: nn.Module = task.make_model(config.seed).to(x.device, x.dtype)
         # A copy of the model, so before an optimizer may leave its hooks there.
@@ -72,7 +70,7 @@ class Session:
     def step(self) -> dict[str, Any]:
         """One iteration; what it did, as a row of the metrics."""
         drawn = self.sampler.next_indices()
-        cases = self._task.train.select(ranks.own_part(drawn, self._world))
+        cases = self._task.train.select(drawn)
         began = time.perf_counter()
         numbers = self._stepper.step(cases.inputs, cases.targets)
         stepped = time.perf_counter()
@@ -81,7 +79,7 @@ class Session:
             self.average.update_parameters(self.model)
             _synchronize(cases.inputs.device)
             numbers.parts["averaging"] = time.perf_counter() - stepped
-        self.seconds += ranks.first_number(self._world, time.perf_counter() - began)
+        self.seconds += time.perf_counter() - began
         self.cases += len(drawn) * (1 + numbers.trials)
         self._count_refusals(numbers)
         return self._row(numbers, len(drawn))

@@ -19,12 +19,10 @@ from kronfac.objective import Likelihood
 from kronfac_experiments import problems
 from kronfac_experiments.config import TrainConfig
 from kronfac_experiments.data.fetch import DataError
-from kronfac_experiments.data.friedman import friedman
 from kronfac_experiments.data.mnist import mnist_16x16
 
 OWN_WEIGHT_DECAY = 1e-5
 """η for a user's own data: that of CURVES and MNIST."""
-REGRESSION_CASES, REGRESSION_TEST_CASES = 10_000, 2000
 HELD_OUT = 6
 """One in so many of a user's own cases is a test case, as in MNIST."""
 
@@ -86,8 +84,6 @@ def load_task(config: TrainConfig) -> Task:
         return own_task(config.data, config.encoder)
     if config.problem == "mnist16":
         return classifier_task()
-    if config.problem == "friedman":
-        return regression_task()
     assert config.problem is not None
     train, test = problems.load(config.problem)
     return autoencoder_task(problems.PROBLEMS[config.problem], train, test)
@@ -134,29 +130,6 @@ def classifier_task() -> Task:
         weight_decay=0.0,
         error_name="% misclassified",
         make_model=problems.classifier_model,
-        error=error,
-    )
-
-
-def regression_task() -> Task:
-    """Friedman's function by a tanh network, without weight decay."""
-
-    @torch.no_grad()
-    def error(model: nn.Module, cases: Cases) -> float:
-        return float((model(cases.inputs) - cases.targets).square().mean())
-
-    x, y = friedman(REGRESSION_CASES + REGRESSION_TEST_CASES)
-    parts = (slice(REGRESSION_CASES), slice(REGRESSION_CASES, None))
-    train, test = (Cases(x[part], y[part]) for part in parts)
-    return Task(
-        name="friedman",
-        layers=problems.REGRESSION_LAYERS,
-        train=train,
-        test=test,
-        loss=Gaussian(),
-        weight_decay=0.0,
-        error_name="squared error a case",
-        make_model=problems.regression_model,
         error=error,
     )
 

@@ -1,11 +1,10 @@
 """`kronfac train`: run an optimizer on a problem, write what it did, continue where it stopped."""
 
-import json
+import os
 import shlex
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -15,7 +14,7 @@ import torch
 from rich.console import Console
 
 from kronfac import KronfacError
-from kronfac_experiments import ranks, run_directory
+from kronfac_experiments import run_directory
 from kronfac_experiments.config import Limits, TrainConfig, resolved
 from kronfac_experiments.evaluation import (
     SNAPSHOT_CASES,
@@ -96,10 +95,12 @@ class Outcome:
 def train_command(config: TrainConfig) -> None:
     """Train, and say what came out and where it is."""
     console = Console(highlight=False, soft_wrap=True)
-    with ranks.joined(config.device):
-        outcome = train(config, console=console)
-        if ranks.current().rank:
-            return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "kronfac train runs in one process, and torchrun has started several. To train on several, use "
+            "KFAC in a program of your own, as docs/howto/several_processes.md shows."
+        )
+    outcome = train(config, console=console)
     said = [f"{name.replace('_', ' ')} {number(error)}" for name, error in outcome.errors.items()]
     console.print(
         f"Stopped after {outcome.reason}: {', '.join(said)}; {outcome.iteration:,} iterations, "
@@ -157,8 +158,6 @@ def train(
 ) -> Outcome:
     """Run what the configuration says, or continue it, until a limit is reached.
 
-    With several processes, `ranks.joined`, each of them calls this; rank 0 shows and writes.
-
     Args:
         config: What to run. With `resume`: `saved_config` and what is to change of it.
         task: What `load_task(config)` gives, if it is loaded already.
@@ -166,14 +165,11 @@ def train(
         quiet: Show nothing.
     """
     console = console or Console()
-    world = ranks.current()
-    quiet = quiet or world.rank > 0
-    # Nothing is written before all ranks have come here, nor before all have read what there is.
-    ranks.together(world, lambda: check_folder(config))
+    check_folder(config)
     path = config.folder
-    device = usable_device(ranks.own_device(config.device))
+    device = usable_device(config.device)
     torch.set_num_threads(config.threads)
-    task = ranks.one_after_another(world, lambda: load_task(config)) if task is None else task
+    task = task or load_task(config)
     if config.resume is not None:
         run_directory.check_data(path, task.sha256)
     config = resolved(config, cases=len(task.train), weight_decay=task.weight_decay)
@@ -181,10 +177,9 @@ def train(
     session = Session(config, task)
     if not quiet:
         console.print(describe(config, task))
-    directory = RunDirectory(path, config, task.sha256, writes=not world.rank)
-    with ExitStack() as stack:
-        ranks.together(world, lambda: stack.enter_context(directory))
-        state = ranks.together(world, lambda: _continue(directory, session, config, device))
+    directory = RunDirectory(path, config, task.sha256)
+    with directory:
+        state = _continue(directory, session, config, device)
         directory.start(state)
         for warning in directory.warnings:  # also if quiet: something was lost
             console.print(f"Warning: {warning}")
@@ -243,7 +238,7 @@ def _continue(
     directory: RunDirectory, session: Session, config: TrainConfig, device: torch.device
 ) -> dict[str, Any] | None:
     """Bring the session to where the last checkpoint left it; the checkpoint, if there is one."""
-    if config.resume is None and directory.writes:
+    if config.resume is None:
         # Again: another process may have been here in the meantime.
         run_directory.check_new(directory.path)
     state = directory.load(device)
@@ -282,16 +277,13 @@ def _loop(
     schedule = EvaluationSchedule(
         recording.evaluate_every, recording.evaluate_at, config.limits.until_error is not None
     )
-    world = ranks.current()
     saved_at = session.seconds
-
-    def evaluated_errors() -> dict[str, float]:
-        return evaluate(task, session.model, session.average, recording.evaluation_cases)
 
     def record(row: dict[str, Any], *, evaluated: bool) -> None:
         if evaluated:
-            said = ranks.said_by_first(world, lambda: json.dumps(evaluated_errors()))
-            session.errors = json.loads(said)
+            session.errors = evaluate(
+                task, session.model, session.average, recording.evaluation_cases
+            )
             row |= session.errors
         directory.log(row)
         display.update(row)
@@ -310,8 +302,7 @@ def _loop(
             reason = reason or (_reached(config.limits, session) if due else None)
             if reason or snapshot_due(session.iteration):
                 _snapshot(task, session, directory)
-            received = ranks.largest(world, interrupts.received or 0)  # on any rank
-            stopped = signal.Signals(received) if received else None
+            stopped = interrupts.received
             if reason or stopped or session.seconds - saved_at >= recording.checkpoint_every:
                 directory.save(session.state_dict())
                 saved_at = session.seconds

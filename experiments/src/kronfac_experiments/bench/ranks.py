@@ -22,7 +22,6 @@ from torch.multiprocessing.spawn import spawn
 
 from kronfac import KFAC
 from kronfac.distributed import World
-from kronfac.storage import tensors_in
 from kronfac_experiments.config import hint
 from kronfac_experiments.options import at_least, command_line
 from kronfac_experiments.pages.document import Document, Table, publish, spread
@@ -69,16 +68,10 @@ class RankRun:
     """Seconds of a step, a repeat each."""
     travelled: list[float]
     """Bytes on the loopback interface in a step, those of all processes, a repeat each."""
-    inverses: int
-    """Bytes of inverses that the rank holds between steps."""
     messages: list[float]
-    """Messages on the host in a step, a repeat each, as the following."""
+    """Messages on the host in a step, a repeat each."""
     sums: list[float]
-    """Sums of tensors over the processes in a step."""
-    talked: list[float]
-    """Seconds of a step in messages."""
-    waited: list[float]
-    """Seconds of a step in sums."""
+    """Sums of tensors over the processes in a step, a repeat each."""
 
 
 def ranks_command(config: RanksConfig) -> list[Path]:
@@ -100,14 +93,15 @@ def _document(config: RanksConfig, found: dict[int, list[RankRun]]) -> Document:
     rows = []
     for size, ranks in found.items():
         busiest = max(ranks, key=lambda run: median(run.cpu))
-        each = [t / size / MB for t in ranks[0].travelled]
+        slowest = [1e3 * max(walls) for walls in zip(*(run.wall for run in ranks), strict=True)]
         rows.append(
             (
                 f"{size}",
-                spread([1e3 * s for s in busiest.cpu], lambda ms: f"{ms:.0f}"),
-                spread([1e3 * max(w) for w in zip(*(r.wall for r in ranks), strict=True)], str_ms),
-                spread(each, lambda mb: f"{mb:.2f}"),
-                f"{max(run.inverses for run in ranks) / MB:.2f}",
+                spread([1e3 * seconds for seconds in busiest.cpu], "{:.0f}".format),
+                spread(slowest, "{:.0f}".format),
+                spread([sent / size / MB for sent in ranks[0].travelled], "{:.2f}".format),
+                spread(ranks[0].messages, "{:.2f}".format),
+                spread(ranks[0].sums, "{:.2f}".format),
             )
         )
     columns = (
@@ -115,12 +109,14 @@ def _document(config: RanksConfig, found: dict[int, list[RankRun]]) -> Document:
         "CPU ms of a step, busiest",
         "ms of a step",
         "MB sent by a process in a step",
-        "MB of inverses held, most",
+        "messages in a step",
+        "sums of tensors",
     )
     note = (
         "Median (smallest – largest) of the repeats. One thread in each process. Processes share the "
         "processors of one machine, so that ms of a step say little for more of them than there are. Bytes "
-        "by the counters of the loopback interface, divided by the processes."
+        "by the counters of the loopback interface, divided by the processes. Messages and sums of rank 0; "
+        "refreshes and validations have messages of their own."
     )
     return Document(
         title="Steps in several processes",
@@ -130,42 +126,8 @@ def _document(config: RanksConfig, found: dict[int, list[RankRun]]) -> Document:
             f"processes, {config.inverse}, plain model, gloo on loopback, {config.repeats} × "
             f"{config.steps} steps after {config.warm_up}, seed {config.seed}, torch {torch.__version__}."
         ),
-        tables=(Table("Seconds and bytes", columns, rows, note), _communication(found)),
+        tables=(Table("Seconds and bytes", columns, rows, note),),
     )
-
-
-def _communication(found: dict[int, list[RankRun]]) -> Table:
-    """How often processes talk to each other, and how long that takes."""
-    rows = []
-    for size, (first, *others) in found.items():
-        if not others:
-            continue
-        rows.append(
-            (
-                f"{size}",
-                spread(first.messages, lambda number: f"{number:.2f}"),
-                spread(first.sums, lambda number: f"{number:.2f}"),
-                spread([1e3 * seconds for seconds in first.talked], str_ms),
-                spread([1e3 * seconds for seconds in first.waited], str_ms),
-            )
-        )
-    columns = (
-        "processes",
-        "messages in a step",
-        "sums of tensors",
-        "ms in messages",
-        "ms in sums",
-    )
-    note = (
-        "Of rank 0; with refreshes and validations, which have messages of their own. A message or sum "
-        "takes until the slowest process has sent its own."
-    )
-    return Table("Messages and sums", columns, rows, note)
-
-
-def str_ms(ms: float) -> str:
-    """Milliseconds as a table has them."""
-    return f"{ms:.0f}"
 
 
 def _problem(config: RanksConfig) -> tuple[nn.Module, Tensor, Tensor]:
@@ -220,21 +182,12 @@ def _measure(config: RanksConfig, rank: int, size: int) -> RankRun:
         name: [(after[name] - before[name]) / config.steps for before, after in pairwise(tallies)]
         for name in tallies[0]
     }
-    current = optimizer._state.current
-    assert current is not None
-    held = sum(t.numel() * t.element_size() for t in tensors_in(current.inverse))
-    return RankRun(cpu, wall, travelled, held, **told)
+    return RankRun(cpu, wall, travelled, **told)
 
 
 def _numbers(world: World) -> dict[str, float]:
-    """What this process has sent so far, and how long it took."""
-    tally = world.tally
-    return {
-        "messages": float(tally.messages.total()),
-        "sums": float(tally.sums),
-        "talked": tally.talked,
-        "waited": tally.waited,
-    }
+    """How often this process has talked to the others so far."""
+    return {"messages": float(world.tally.messages.total()), "sums": float(world.tally.sums)}
 
 
 def _loopback() -> int:

@@ -28,8 +28,6 @@ def curves(cases: int = 30_000, seed: int = 0) -> Tensor:
     swings out of the image its ink is lost. The first n images of a seed do not depend on
     `cases` as long as both are multiples of `CHUNK`.
     """
-    if cases < 1:
-        raise ValueError(f"curves needs at least one case, got cases={cases}.")
     generator = torch.Generator().manual_seed(seed)
     chunks = torch.arange(cases).split(CHUNK)
     return torch.cat([_draw(*_points(len(chunk), generator)) for chunk in chunks])

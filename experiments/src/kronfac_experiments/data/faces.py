@@ -56,10 +56,6 @@ def faces(seed: int = 0, patches_per_image: int = PATCHES_PER_IMAGE) -> Faces:
         seed: Seed of the patches' angles, steps and places.
         patches_per_image: 414 gives the paper's 103,500 training and 41,400 test cases.
     """
-    if patches_per_image < 1:
-        raise ValueError(
-            f"faces needs at least one patch per image, got patches_per_image={patches_per_image}."
-        )
     patches = cut_patches(olivetti_images(), patches_per_image, seed)
     patches -= patches.mean(dim=0)
     patches /= patches.square().mean().sqrt()

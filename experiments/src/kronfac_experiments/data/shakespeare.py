@@ -45,8 +45,6 @@ class Shakespeare(NamedTuple):
 
 def shakespeare(context: int) -> Shakespeare:
     """The text in windows of `context` characters; what is left over at the end of a part is dropped."""
-    if context < 1:
-        raise ValueError(f"shakespeare needs windows of at least one character, got {context}.")
     characters = np.frombuffer(_content(), dtype=np.uint8)
     symbols, numbers = np.unique(characters, return_inverse=True)
     text = torch.from_numpy(numbers.astype(np.int64))

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from kronfac import Intervals
 from kronfac.control import (
     FixedGamma,
     GammaState,
@@ -70,8 +69,6 @@ def damping_sweep(
         closure: for the mini-batch, such as `optimizer.closure(x, y)`.
         gammas: damping strengths, positive.
     """
-    if not gammas or not all(0 < gamma < math.inf for gamma in gammas):
-        raise ValueError(f"damping_sweep needs γ's, each positive and finite; got {gammas}.")
     if math.isnan(optimizer._state.damping.lambda_):
         raise ValueError(
             "damping_sweep needs λ, which AdaptiveDamping finds in the first step; take that first."
@@ -94,7 +91,7 @@ def damping_sweep(
                 step_rule=rule,
                 # Measures ρ, and so h(θ + δ), in every step.
                 damping=LevenbergMarquardtRule(interval=1),
-                intervals=Intervals(inverse_interval=1, inverse_lag=0),
+                intervals=replace(optimizer.settings.intervals, inverse_interval=1, inverse_lag=0),
             )
             for gamma in gammas:
                 before = replace(

@@ -40,6 +40,7 @@ from kronfac_experiments.figures.methods import (
     Method,
     baseline_options,
     measured_on,
+    points_of,
 )
 from kronfac_experiments.pages.csv_files import write_csv
 from kronfac_experiments.pages.drawn import BLACK, BLUE, GREEN, VERMILION, Style
@@ -101,18 +102,6 @@ FULL = Setting(
 )
 
 
-@dataclass(frozen=True)
-class Point:
-    """An evaluation, as a row of the table of the curves."""
-
-    method: str
-    m: int
-    iteration: int
-    cases: int
-    seconds: float
-    error: float
-
-
 Curves = dict[Method, dict[int, ErrorCurve]]
 """By method and m."""
 
@@ -130,7 +119,13 @@ def make(config: FigureConfig) -> list[Path]:
     )
     numbers = exponents(curves) + cases_to_errors(curves, setting.errors)
     paths = write(_draw(f"{title}\n{where}", curves), numbers, "figure_9", config.output)
-    paths.append(write_csv(_points(curves), config.output / "figure_9_curves.csv"))
+    points = [
+        point
+        for method, by_size in curves.items()
+        for m, curve in by_size.items()
+        for point in points_of(curve, PROBLEM, method, m)
+    ]
+    paths.append(write_csv(points, config.output / "figure_9_curves.csv"))
     show(f"{title}\n{where}\n{EXPONENT}", numbers, paths)
     return paths
 
@@ -185,17 +180,6 @@ def cases_to_errors(curves: Curves, errors: Sequence[float]) -> list[Number]:
         for method, by_size in curves.items()
         for error in errors
         for m, curve in by_size.items()
-    ]
-
-
-def _points(curves: Curves) -> list[Point]:
-    return [
-        Point(method.name, m, int(k), int(cases), float(seconds), float(error))
-        for method, by_size in curves.items()
-        for m, curve in by_size.items()
-        for k, cases, seconds, error in zip(
-            curve.iteration, curve.cases, curve.seconds, curve.error, strict=True
-        )
     ]
 
 

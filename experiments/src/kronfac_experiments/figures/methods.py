@@ -11,6 +11,7 @@ from kronfac_experiments.config import (
     Recording,
     TrainConfig,
 )
+from kronfac_experiments.error_curve import ErrorCurve
 from kronfac_experiments.figures.config import FigureConfig
 from kronfac_experiments.pages.drawn import BLACK, BLUE, GREEN, VERMILION, Style
 from kronfac_experiments.suite import Member
@@ -127,3 +128,26 @@ def measured_on(evaluation_cases: int | None) -> str:
     """In words, for titles."""
     which = "all" if evaluation_cases is None else f"the first {evaluation_cases:,}"
     return f"error on {which} training cases"
+
+
+@dataclass(frozen=True)
+class Point:
+    """An evaluation, as a row of the table of the curves."""
+
+    problem: str
+    method: str
+    m: int | None
+    """None: the method's own."""
+    iteration: int
+    cases: int
+    seconds: float
+    error: float
+
+
+def points_of(curve: ErrorCurve, problem: str, method: Method, m: int | None = None) -> list[Point]:
+    """The evaluations of a run."""
+    rows = zip(curve.iteration, curve.cases, curve.seconds, curve.error, strict=True)
+    return [
+        Point(problem, method.name, m, int(k), int(cases), float(seconds), float(error))
+        for k, cases, seconds, error in rows
+    ]

@@ -37,6 +37,7 @@ from kronfac_experiments.figures.methods import (
     Method,
     baseline_options,
     measured_on,
+    points_of,
 )
 from kronfac_experiments.pages.csv_files import write_csv
 from kronfac_experiments.suite import run_suite
@@ -105,18 +106,6 @@ class Result:
         )
 
 
-@dataclass(frozen=True)
-class Point:
-    """An evaluation, as a row of the table of the curves."""
-
-    problem: str
-    method: str
-    iteration: int
-    cases: int
-    seconds: float
-    error: float
-
-
 def run(config: FigureConfig) -> list[Result]:
     """Train what has not been trained, and read the curves of all."""
     settings = QUICK if config.quick else FULL
@@ -151,18 +140,6 @@ def describe(config: FigureConfig, results: Sequence[Result]) -> str:
         f"{NO_MOMENTUM_BATCH:,};\nbaseline m = 250 on CURVES, else 500; {measured_on(cases)}; "
         f"CPU threads: {config.threads}; seed {config.seed}"
     )
-
-
-def points(results: Sequence[Result]) -> list[Point]:
-    """Every evaluation of every run."""
-    return [
-        Point(result.setting.problem, method.name, int(k), int(cases), float(seconds), float(error))
-        for result in results
-        for method, curve in result.curves.items()
-        for k, cases, seconds, error in zip(
-            curve.iteration, curve.cases, curve.seconds, curve.error, strict=True
-        )
-    ]
 
 
 def numbers(result: Result, axis: Axis) -> list[Number]:
@@ -245,6 +222,12 @@ def _publish(
     legend_below(figure, {method.name: method.style for method in METHODS}, columns)
     found = [n for result in results for n in numbers(result, axis)]
     paths = write(figure, found, f"figure_{number}", config.output)
-    paths.append(write_csv(points(results), config.output / f"figure_{number}_curves.csv"))
+    points = [
+        point
+        for result in results
+        for method, curve in result.curves.items()
+        for point in points_of(curve, result.setting.problem, method)
+    ]
+    paths.append(write_csv(points, config.output / f"figure_{number}_curves.csv"))
     show(title, found, paths)
     return paths

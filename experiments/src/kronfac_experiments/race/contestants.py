@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from kronfac import KFAC, AdaptiveBatchSampler, presets
+from kronfac import KFAC, presets
 from kronfac.physics import DenseLevenbergMarquardt
 from kronfac_experiments.baseline import NesterovMomentum
 from kronfac_experiments.race.peers import SOAP, Muon
@@ -174,10 +174,6 @@ def _kfac(name: str, label: str, remark: str, sampler: Any = None, **options: An
     )
 
 
-def _by_noise(examples: int, optimizer: Any, seed: int) -> AdaptiveBatchSampler:
-    return AdaptiveBatchSampler(examples, optimizer, seed=seed)
-
-
 def _growing(examples: int, optimizer: Any, seed: int) -> ScheduledBatchSampler:
     first, iterations = PAPER_BATCHES
     size = ExponentialBatchSize(min(first, examples), examples, iterations)
@@ -190,9 +186,6 @@ MOMENTUM: Grid = {"lr": (0.03, 0.1, 0.3, 1.0)}
 NESTEROV: Grid = {"lr": (0.1, 0.3, 1.0, 3.0)}
 TABLE = (
     _kfac("kfac", "K-FAC", "KFAC(model, loss), nothing tuned"),
-    _kfac("kfac-ekfac", "K-FAC, EKFAC", 'inverse="ekfac"', inverse="ekfac"),
-    _kfac("kfac-exact", "K-FAC, exact Fisher", 'fisher="exact"', fisher="exact"),
-    _kfac("kfac-adaptive", "K-FAC, adaptive mini-batches", "AdaptiveBatchSampler", _by_noise),
     _kfac(
         "kfac-paper",
         "K-FAC, paper's constants",
