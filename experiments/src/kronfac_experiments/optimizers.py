@@ -36,23 +36,21 @@ class DivergedError(TrainingFailedError):
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What a step did, in the paper's names; None if an optimizer has no such thing."""
+    """What a step did.
 
-    loss: float
-    """Mean over the mini-batch before the step, without the weight-decay term."""
-    lambda_: float | None = None
-    gamma: float | None = None
-    rho: float | None = None
-    next_rho: float | None = None
-    """ρ of the step before, on this step's mini-batch."""
-    trials: int = 0
-    """Evaluations of the mini-batch beyond those of an ordinary step."""
-    alpha: float | None = None
-    """Coefficient of the new direction: α of K-FAC, the learning rate of the others."""
-    mu: float | None = None
-    """Coefficient of the previous update."""
+    Args:
+        numbers: loss, lambda, gamma, rho, next_rho, alpha and mu, those that the optimizer has. The loss is
+            a mean over the mini-batch before the step, without the weight-decay term; alpha is a learning
+            rate but for K-FAC; next_rho is ρ of the step before, on this step's mini-batch.
+        parts: Seconds by part.
+        trials: Evaluations of the mini-batch beyond those of an ordinary step.
+        events: In words.
+        refused: Whether no step was taken.
+    """
+
+    numbers: dict[str, float | None]
     parts: dict[str, float] = field(default_factory=dict)
-    """Seconds by part."""
+    trials: int = 0
     events: tuple[str, ...] = ()
     refused: bool = False
 
@@ -66,7 +64,7 @@ class Stepper(Protocol):
         ...
 
     def start(self) -> StepNumbers:
-        """The numbers before the first step; the loss is NaN."""
+        """What is known before the first step."""
         ...
 
     def step(self, x: Tensor, y: Tensor) -> StepNumbers:
@@ -127,26 +125,21 @@ class KfacStepper:
         weight_decay = float(self.optimizer.param_groups[0]["weight_decay"])
         lambda_ = settings.damping.init(Measurement(weight_decay=weight_decay)).lambda_
         if math.isnan(lambda_):
-            return StepNumbers(math.nan)
+            return StepNumbers({})
         m = Measurement(lambda_=lambda_, weight_decay=weight_decay)
-        return StepNumbers(math.nan, lambda_=lambda_, gamma=settings.gamma.init(m).gamma)
+        return StepNumbers({"lambda": lambda_, "gamma": settings.gamma.init(m).gamma})
 
     def step(self, x: Tensor, y: Tensor) -> StepNumbers:
         """One step."""
         self.optimizer.step(self.optimizer.closure(x, y, chunk=CHUNK))
         report = self.optimizer.report
         assert report is not None
+        names = ("loss", "gamma", "rho", "next_rho", "alpha", "mu")
         return StepNumbers(
-            loss=report.loss,
-            lambda_=report.lambda_,
-            gamma=report.gamma,
-            rho=report.rho,
-            next_rho=report.next_rho,
+            {"lambda": report.lambda_} | {name: getattr(report, name) for name in names},
+            dict(report.seconds),
             # After a rejected step the mini-batch is evaluated again.
             trials=report.trials + report.rejected,
-            alpha=report.alpha,
-            mu=report.mu,
-            parts=dict(report.seconds),
             events=tuple(f"{event.kind}: {event.message}" for event in report.events),
             refused=report.refused,
         )
@@ -179,13 +172,13 @@ class FirstOrderStepper:
 
     def start(self) -> StepNumbers:
         """Nothing but the learning rate and the first μ."""
-        return StepNumbers(math.nan, alpha=self._rate(), mu=self._momentum())
+        return StepNumbers({"alpha": self._rate(), "mu": self._momentum()})
 
     def step(self, x: Tensor, y: Tensor) -> StepNumbers:
         """One step; a loss that is not finite stops before the parameters are touched."""
         watch = Stopwatch()
         losses: list[float] = []
-        alpha, mu = self._rate(), self._momentum()
+        before = self.start().numbers
 
         def closure() -> Tensor:
             with watch("gradient"):
@@ -194,7 +187,7 @@ class FirstOrderStepper:
                 losses.append(float(value))
                 if not math.isfinite(losses[-1]):
                     raise DivergedError(
-                        f"The loss became {losses[-1]} with {self._name}, learning rate {alpha}: "
+                        f"The loss became {losses[-1]} with {self._name}, learning rate {before['alpha']}: "
                         "the run diverged; a smaller --lr may help."
                     )
                 return self._with_decay(value)
@@ -202,7 +195,7 @@ class FirstOrderStepper:
         with watch("update"):
             self.optimizer.step(closure)  # type: ignore[arg-type]
         watch.seconds["update"] -= watch.seconds["gradient"]
-        return StepNumbers(losses[0], alpha=alpha, mu=mu, parts=dict(watch.seconds))
+        return StepNumbers({"loss": losses[0], **before}, dict(watch.seconds))
 
     def _gradient(self, x: Tensor, y: Tensor) -> Tensor:
         """Mean loss over the rows; its gradient is left in the parameters."""

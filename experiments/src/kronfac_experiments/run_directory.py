@@ -15,8 +15,6 @@ process trains in the folder.
 import json
 import math
 import os
-import zipfile
-import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
@@ -125,8 +123,6 @@ class RunDirectory:
         self._config, self._sha256 = config, sha256
         self._metrics: IO[bytes] | None = None
         self._snapshots: dict[int, npt.NDArray[np.floating[Any]]] = {}
-        self.warnings: list[str] = []
-        """What was damaged; complete after `start`."""
 
     def __enter__(self) -> "RunDirectory":
         self.path.mkdir(parents=True, exist_ok=True)
@@ -152,8 +148,8 @@ class RunDirectory:
         self._metrics.seek(0, os.SEEK_END)
         (self.path / DIVERGED).unlink(missing_ok=True)
         remove_unfinished(self.path)
-        if state is not None and state["iteration"]:
-            self._cut_snapshots(state["iteration"])
+        if state is not None:
+            self._snapshots = {k: images.numpy() for k, images in state["snapshots"].items()}
 
     def log(self, row: dict[str, Any]) -> None:
         """Add an iteration; numbers that are not finite, which JSON has not, become null."""
@@ -170,46 +166,25 @@ class RunDirectory:
     ) -> None:
         """Keep the reconstructions, (8, d) both."""
         self._snapshots[iteration] = reconstructions
-        self._write_snapshots(originals)
-
-    def _write_snapshots(self, originals: npt.NDArray[np.floating[Any]]) -> None:
-        iterations = sorted(self._snapshots)
         arrays: dict[str, Any] = {
             "originals": originals,
-            "iterations": np.array(iterations, dtype=np.int64),
-            "reconstructions": np.stack([self._snapshots[k] for k in iterations]),
+            "iterations": np.array([*self._snapshots], dtype=np.int64),
+            "reconstructions": np.stack([*self._snapshots.values()]),
         }
         path = self.path / RECONSTRUCTIONS
         write_atomically(path, lambda stream: np.savez_compressed(stream, **arrays))
-
-    def _cut_snapshots(self, last: int) -> None:
-        """Read the pictures up to this iteration, and remove later ones.
-
-        From the file, too: a run that is killed again beyond them would take them for its own.
-        """
-        path = self.path / RECONSTRUCTIONS
-        if not path.is_file():
-            return
-        try:
-            # np.load leaves a file that it opened itself and can't read open.
-            with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-                originals, iterations = arrays["originals"], arrays["iterations"].tolist()
-                pairs = zip(iterations, arrays["reconstructions"], strict=True)
-                self._snapshots = {k: images for k, images in pairs if k <= last}
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            self.warnings.append(
-                f"{path} is damaged ({error}): the pictures up to iteration {last} are lost."
-            )
-            return
-        if self._snapshots and len(self._snapshots) < len(iterations):
-            self._write_snapshots(originals)
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint; what was logged so far is on the disk before it is."""
         assert self._metrics is not None
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
-        content = {**state, "format": FORMAT, "metrics_bytes": self._metrics.tell()}
+        content = {
+            **state,
+            "format": FORMAT,
+            "metrics_bytes": self._metrics.tell(),
+            "snapshots": {k: torch.from_numpy(v) for k, v in self._snapshots.items()},
+        }
         write_atomically(self.path / CHECKPOINT, lambda stream: torch.save(content, stream))
 
     def diverged(self, message: str) -> None:
@@ -247,6 +222,7 @@ class RunDirectory:
                 f"{metrics} is shorter than when the checkpoint was written: start again in "
                 "another folder."
             )
+        state["snapshots"] = {k: v.cpu() for k, v in state["snapshots"].items()}
         return state
 
     @property

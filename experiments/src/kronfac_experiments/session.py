@@ -32,6 +32,10 @@ MOST_REFUSALS = 10
 """Steps in a row that K-FAC may refuse before the run counts as failed."""
 
 
+NUMBERS = ("loss", "lambda", "gamma", "rho", "next_rho", "alpha", "mu")
+"""Of a row of the metrics; null if an optimizer has no such thing."""
+
+
 class Session:
     """Model, optimizer, sampler, average and clocks.
 
@@ -91,24 +95,18 @@ class Session:
                 f"K-FAC refused {self._refusals} steps in a row: {'; '.join(numbers.events)}"
             )
 
-    def _row(self, numbers: StepNumbers, batch: int) -> dict[str, Any]:
+    def _row(self, step: StepNumbers, batch: int) -> dict[str, Any]:
         row: dict[str, Any] = {
             "iteration": self.iteration,
             "cases": self.cases,
             "seconds": self.seconds,
             "batch": batch,
-            "loss": numbers.loss,
-            "lambda": numbers.lambda_,
-            "gamma": numbers.gamma,
-            "rho": numbers.rho,
-            "next_rho": numbers.next_rho,
-            "alpha": numbers.alpha,
-            "mu": numbers.mu,
+            **{name: step.numbers.get(name) for name in NUMBERS},
         }
         if self.iteration:
-            row["parts"] = {part: round(seconds, 6) for part, seconds in numbers.parts.items()}
-        if numbers.events:
-            row["events"] = list(numbers.events)
+            row["parts"] = {part: round(seconds, 6) for part, seconds in step.parts.items()}
+        if step.events:
+            row["events"] = list(step.events)
         return row
 
     def state_dict(self) -> dict[str, Any]:

@@ -181,8 +181,6 @@ def train(
     with directory:
         state = _continue(directory, session, config, device)
         directory.start(state)
-        for warning in directory.warnings:  # also if quiet: something was lost
-            console.print(f"Warning: {warning}")
         if not quiet:
             began = f", from iteration {session.iteration}" if session.iteration else ""
             console.print(f"Run directory {path}{began}")

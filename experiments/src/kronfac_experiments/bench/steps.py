@@ -164,6 +164,18 @@ def parts_table(found: Sequence[Measured], other: str) -> Table:
     return Table(f"By part, in steps of {other}", ("part", *(m.name for m in found)), rows)
 
 
+def _publish(
+    title: str, name: str, config: BenchOptions, settings: Sequence[str], tables: Sequence[Table]
+) -> list[Path]:
+    document = Document(
+        title=title,
+        command=command_line(name, config),
+        settings=described(config.threads, config.seed, *settings),
+        tables=tables,
+    )
+    return publish(document, config.output, Console(highlight=False, soft_wrap=True))
+
+
 def _against_sgd(
     build: Callable[[], nn.Module], loss: nn.Module, **options: Any
 ) -> tuple[Steps, Steps]:
@@ -232,19 +244,13 @@ def step_command(config: StepConfig) -> list[Path]:
                 **constants,
             )
             found.append(interleaved(name, pair, batches(size), counts, time.perf_counter))
-    document = Document(
-        title="Cost of a step",
-        command=command_line("bench step", config),
-        settings=described(
-            config.threads,
-            config.seed,
-            f"{config.problem} autoencoder",
-            f"preset {config.preset}",
-            f"{config.repeats} × {config.steps} interleaved steps",
-        ),
-        tables=(ratio_table("K-FAC / SGD", "SGD", found), parts_table(found, "SGD")),
+    settings = (
+        f"{config.problem} autoencoder",
+        f"preset {config.preset}",
+        f"{config.repeats} × {config.steps} interleaved steps",
     )
-    return publish(document, config.output, console)
+    tables = ratio_table("K-FAC / SGD", "SGD", found), parts_table(found, "SGD")
+    return _publish("Cost of a step", "bench step", config, settings, tables)
 
 
 # ------------------------------------------------------------------------------------ small networks
@@ -272,7 +278,6 @@ class SmallStepConfig(BenchOptions):
 
 def small_step_command(config: SmallStepConfig) -> list[Path]:
     """Measure, show and write."""
-    console = Console(highlight=False, soft_wrap=True)
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     counts = SETTLED["default"], config.repeats, config.steps
@@ -290,18 +295,12 @@ def small_step_command(config: SmallStepConfig) -> list[Path]:
             ("K-FAC with dropout / without, 64-256-256-10", (with_dropout, without), WIDE, True),
         )
     ]
-    document = Document(
-        title="Steps of small networks",
-        command=command_line("bench small-step", config),
-        settings=described(
-            config.threads,
-            config.seed,
-            f"m = 512, {config.repeats} × {config.steps} interleaved steps",
-            f"{config.clock} clock",
-        ),
-        tables=(ratio_table("One step over another", "the other", found),),
+    settings = (
+        f"m = 512, {config.repeats} × {config.steps} interleaved steps",
+        f"{config.clock} clock",
     )
-    return publish(document, config.output, console)
+    tables = (ratio_table("One step over another", "the other", found),)
+    return _publish("Steps of small networks", "bench small-step", config, settings, tables)
 
 
 def _perceptron(widths: tuple[int, ...], dropout: float = 0.0) -> nn.Sequential:
@@ -364,19 +363,13 @@ def network_step_command(config: NetworkStepConfig) -> list[Path]:
         found.append(interleaved(f"{name}, m = {size}", pair, batches, counts, time.process_time))
     pairs = zip(found, planned, strict=True)
     rows = [(m.name, f"{steps:.2f}", f"{median(m.ratios):.2f}") for m, steps in pairs]
-    document = Document(
-        title="Steps of networks",
-        command=command_line("bench network-step", config),
-        settings=described(
-            config.threads,
-            config.seed,
-            f"{config.repeats} × {config.steps} interleaved steps after {config.warm_up}",
-            "CPU time",
-        ),
-        tables=(
-            ratio_table("K-FAC / SGD", "SGD", found),
-            parts_table(found, "SGD"),
-            Table("SGD steps by `kronfac.plan`", ("", "planned", "measured"), rows),
-        ),
+    settings = (
+        f"{config.repeats} × {config.steps} interleaved steps after {config.warm_up}",
+        "CPU time",
     )
-    return publish(document, config.output, console)
+    tables = (
+        ratio_table("K-FAC / SGD", "SGD", found),
+        parts_table(found, "SGD"),
+        Table("SGD steps by `kronfac.plan`", ("", "planned", "measured"), rows),
+    )
+    return _publish("Steps of networks", "bench network-step", config, settings, tables)
