@@ -24,7 +24,6 @@ LATER = (
     "physics",
     "planning",
     "preconditioner",
-    "reporting",
     "training",
     "whitened_momentum",
 )

@@ -34,7 +34,7 @@ try:
         least_squares,
         observe,
     )
-    from kronfac.report import EventKind, StepReport
+    from kronfac.report import EventKind, StepReport, log_to
     from kronfac.settings import Intervals
 finally:
     if _collects:
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from kronfac import testing as testing
     from kronfac.planning import plan
     from kronfac.preconditioner import Preconditioner
-    from kronfac.reporting import log_to
     from kronfac.training import AdaptiveBatchSampler
     from kronfac.whitened_momentum import WhitenedMomentum as WhitenedMomentum
 
@@ -89,7 +88,6 @@ __all__ = [
 _LATER = {
     "plan": "kronfac.planning",
     "Preconditioner": "kronfac.preconditioner",
-    "log_to": "kronfac.reporting",
     "AdaptiveBatchSampler": "kronfac.training",
     "WhitenedMomentum": "kronfac.whitened_momentum",
 }

@@ -85,6 +85,8 @@ class Sample:
     """The taps of a unit that none of the examples uses: zeros."""
     weightless: bool = False
     """Whether this rank has none of S₁: its passes are of an example that counts nothing."""
+    padded: bool = True
+    """Whether some of the terms may have no weight."""
     world: World = ALONE
     """The ranks that each have a part of S₁."""
     total: int | None = None
@@ -154,7 +156,8 @@ def estimate(
         weight = scale * sample.factor / fisher.draws
         each = 0.0 if sample.weightless else 1.0
         # From one vector for all terms; and neighbours in a chain need the same rows.
-        padded = fisher.independent and not any(links) and any(map(_has_padding, part.terms))
+        padded = sample.padded and fisher.independent and not any(links)
+        padded = padded and any(map(_has_padding, part.terms))
         if not fisher.independent and view.summed:
             signs = signs or Signs(generator)  # on all ranks, so that their streams stay alike
         for number, vectors in enumerate(fisher.vectors(visit.outputs)):

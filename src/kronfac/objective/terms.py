@@ -109,10 +109,15 @@ class Terms:
     @property
     def total_weight(self) -> float:
         """Σ_t s w_t: 1 for a mean over terms, their number for a sum."""
-        if self.weight is None:
+        weights = None if self.weight is None else float(self.weight.sum(dtype=torch.float64))
+        return self.total_of(weights)
+
+    def total_of(self, weights: float | None) -> float:
+        """`total_weight` from the sum of the weights, for who has read that from the device already."""
+        if self.weight is None or weights is None:
             return self.scale * self.count
         places = self.event if self.weight.dim() == 2 else 1
-        return self.scale * float(self.weight.sum(dtype=torch.float64)) / places
+        return self.scale * weights / places
 
     def weigh(self, vectors: Tensor, scale: float = 1.0) -> Tensor:
         """(s w / scale) ⊙ v for vectors (…, terms, event); the vectors themselves if that is 1."""

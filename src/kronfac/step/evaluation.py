@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,23 @@ class RefusedError(Exception):
     def __init__(self, message: str = "", cause: EventKind = EventKind.NONFINITE_STEP) -> None:
         super().__init__(message)
         self.cause = cause
+
+
+class HostNumbers(NamedTuple):
+    """Numbers of an evaluation that decisions depend on."""
+
+    returned: float
+    """The loss as it was returned."""
+    loss: float
+    """The loss; another number for a closure in half precision."""
+    recorded: float | None
+    """The sum of the recorded loss calls; None if not all were recorded, or there is no closure."""
+    penalty: float
+    """½ Σ_p η_p ‖p‖²."""
+    resolution: float
+    """The loss below which its gradient is rounding error."""
+    padded: bool
+    """Whether some terms have no weight."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +112,41 @@ class Evaluation:
 
         Otherwise the closure is called again. In a loop without a closure it always is.
         """
-        recorded = self.recorded_loss
-        if self.reevaluate is None or recorded is None:
-            return recorded is not None
-        return self.agrees(*torch.stack([self.loss.double(), recorded.double()]).tolist())
+        if self.reevaluate is None:
+            return self.recorded_loss is not None
+        numbers = self.numbers
+        return numbers.recorded is not None and self.agrees(numbers.loss, numbers.recorded)
+
+    @cached_property
+    def numbers(self) -> "HostNumbers":
+        """What the host needs before a step is computed, in one synchronisation with the device."""
+        eta, parameters = self.weight_decay, self.network.parameters
+        recorded = None if self.reevaluate is None else self.recorded_loss
+        terms = [terms for part in self.batch.passes for terms in part.terms]
+        weights = [one.weight for one in terms if one.weight is not None]
+        flat = [p.detach().reshape(-1) for p in parameters] if eta else []
+        scalars = [self.returned_loss, self.loss, *([] if recorded is None else [recorded])]
+        scalars += [torch.dot(p, p) for p in flat]
+        scalars += [
+            number for w in weights for number in (w.sum(dtype=torch.float64), (w == 0).any())
+        ]
+        returned, loss, *rest = torch.stack([scalar.double() for scalar in scalars]).tolist()
+        seen = None if recorded is None else rest.pop(0)
+        norms, found = rest[: len(flat)], rest[len(flat) :]
+        penalty = sum(eta[p] / 2 * n for p, n in zip(parameters, norms, strict=False))
+        sums, weight = iter(found[::2]), self.portion.weight
+        if self.portion.alone:
+            totals = [one.total_of(None if one.weight is None else next(sums)) for one in terms]
+            weight = sum(
+                total for one, total in zip(terms, totals, strict=True) if one.likelihood.saturates
+            )
+        eps = torch.finfo(self.network.dtype).eps
+        return HostNumbers(returned, loss, seen, penalty, weight * eps, any(found[1::2]))
+
+    @property
+    def resolution(self) -> float:
+        """The loss below which its gradient is rounding error."""
+        return self.numbers.resolution
 
     def scaled(self, factor: float) -> "Evaluation":
         """The evaluation with the recorded losses, of all ranks, times a factor."""
@@ -233,15 +281,6 @@ class Evaluation:
         parts = tuple(self.network.split(delta))
         weighted = tuple(self.weight_decay.times(parameters, parts))
         return float(dot(parameters, weighted) + dot(parts, weighted) / 2)
-
-    @property
-    def resolution(self) -> float:
-        """The loss below which its gradient is rounding error."""
-        eps = torch.finfo(self.network.dtype).eps
-        if not self.portion.alone:
-            return self.portion.weight * eps
-        terms = [terms for part in self.batch.passes for terms in part.terms]
-        return sum(t.total_weight for t in terms if t.likelihood.saturates) * eps
 
 
 @dataclass(frozen=True)

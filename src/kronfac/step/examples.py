@@ -113,6 +113,7 @@ def update_curvature(
             factor=m.examples / some.statistics_total,
             nothing=network.unused,
             weightless=S1.weightless,
+            padded=S1.weightless or evaluation.numbers.padded,
             world=evaluation.world,
             total=some.statistics_total,
             start=some.start,

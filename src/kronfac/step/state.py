@@ -80,7 +80,7 @@ class State:
     """What checks of the gradient have found."""
 
     def measure(self, evaluation: Evaluation) -> Measurement:
-        """What the rules know before the next step is computed, without waiting for the device."""
+        """What the rules know before the next step is computed."""
         batch, current = evaluation.batch, self.current
         refreshed = 0 if current is None else current.iteration
         return Measurement(

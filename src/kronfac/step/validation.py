@@ -6,8 +6,6 @@ Pure; θ is rolled back by `take.py` if the step is rejected.
 import math
 from dataclasses import dataclass, replace
 
-import torch
-
 from kronfac.control import Kept, Losses, Measurement, Pending, StepState, Verdict
 from kronfac.report import REJECTED_BY, Event, EventKind
 from kronfac.settings import Settings
@@ -36,18 +34,17 @@ def validate(settings: Settings, evaluation: Evaluation, state: State) -> Valida
     pending, acceptance = state.acceptance.pending, settings.acceptance
     if pending is None:
         return Validation(state)
-    loss, penalty = _read(evaluation)
-    m = state.measure(evaluation)
-    found = replace(m, loss=loss)
+    m, numbers = state.measure(evaluation), evaluation.numbers
+    found = replace(m, loss=numbers.returned)
     in_turn = pending.validate or settings.damping.measures(m.iteration) == "next"
-    if not in_turn and not acceptance.suspects(state.acceptance, found, penalty):
+    if not in_turn and not acceptance.suspects(state.acceptance, found, numbers.penalty):
         return Validation(state)
     unvalidated = Validation(state, outlier=acceptance.suspects(state.acceptance, found))
     if pending.predicted_change == 0:
         return unvalidated
     back = tuple(V.neg() for V in pending.delta)
     losses = Losses(
-        after=float(evaluation.loss),
+        after=numbers.loss,
         before=float(evaluation.loss_at(back)),
         penalty_change=-evaluation.decay_change(back),
     )
@@ -55,16 +52,6 @@ def validate(settings: Settings, evaluation: Evaluation, state: State) -> Valida
     if verdict is None:
         return unvalidated
     return _validation(settings, state, pending, verdict, unvalidated.outlier)
-
-
-def _read(evaluation: Evaluation) -> tuple[float, float]:
-    """The loss as it was returned and ½ Σ_p η_p ‖p‖², in one synchronisation with the device."""
-    eta, parameters = evaluation.weight_decay, evaluation.network.parameters
-    if not eta:
-        return float(evaluation.returned_loss), 0.0
-    squares = [torch.dot(p, p) for p in (p.detach().reshape(-1) for p in parameters)]
-    loss, *norms = torch.stack([s.double() for s in (evaluation.returned_loss, *squares)]).tolist()
-    return loss, sum(eta[p] / 2 * norm for p, norm in zip(parameters, norms, strict=True))
 
 
 def _validation(
