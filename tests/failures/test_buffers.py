@@ -56,22 +56,18 @@ def check(model: nn.Module, settings: str, own: bool) -> None:
             assert_close(ours, truth, rtol=1e-9, atol=1e-12, msg=f"{name} at step {step}: {ours}")
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_a_counter_counts_the_closures_pass_alone(settings, own):
-    check(network(Counter(6)), settings, own)
+CASES = {
+    **{f"counter, {settings}": (lambda: Counter(6), settings) for settings in SETTINGS},
+    "BatchNorm in train": (lambda: nn.BatchNorm1d(6, affine=False), "defaults"),
+    "BatchNorm in eval": (lambda: nn.BatchNorm1d(6, affine=False).eval(), "defaults"),
+}
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_batch_norm_in_train(own):
-    check(network(nn.BatchNorm1d(6, affine=False)), "defaults", own)
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_batch_norm_in_eval_keeps_its_buffers(own):
-    model = network(nn.BatchNorm1d(6, affine=False))
-    model.eval()
-    check(model, "defaults", own)
+@pytest.mark.parametrize("case", CASES)
+def test_buffers_are_those_of_the_closures_pass_alone(case, own):
+    make, settings = CASES[case]
+    check(network(make()), settings, own)
 
 
 def test_after_a_rejected_step_too():
