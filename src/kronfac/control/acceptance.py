@@ -201,7 +201,7 @@ class Acceptance(Rule[AcceptanceState]):
         if noisy:
             confirmed = _average(confirmed, min(max(rho, -1.0), 1.0))
         elif confirmed is not None and noise <= negligible:
-            # If the next mini-batch is the same one, what M missed is no noise, and λ sees to it.
+            # If the next mini-batch is the same one, what M missed is not noise, and λ corrects it.
             confirmed = _average(confirmed, 1.0)
         after = replace(state, confirmed=confirmed, noise=_average(state.noise, sample / unit))
         # Without re-scaling M may predict a rise, for which ρ ≈ 1 says nothing good.

@@ -132,7 +132,7 @@ class LevenbergMarquardtRule(DampingRule[DampingState]):
     Args:
         lambda_: the first λ, in the units of the objective's curvature.
         interval: T₁.
-        decay: per iteration, so that λ falls at the same pace whatever the interval. The paper's is
+        decay: per iteration, so that λ falls at the same pace with any interval. The paper's is
             19/20.
         reject: when steps are rejected; None accepts every step.
     """

@@ -41,6 +41,22 @@ class Step:
     remembered: float = 1.0
     """Share of the part along Δ that enters the momentum buffer."""
 
+    @property
+    def slope_and_curvature(self) -> tuple[float, float]:
+        """∇hᵀδ and δᵀ(F + (λ + η)I)δ."""
+        slope = 2 * self.predicted_change if self.slope is None else self.slope
+        return slope, 2 * (self.predicted_change - slope)
+
+    def scaled(self, share: float) -> "Step":
+        """c δ, along which M changes by c g + c² q/2, with g = ∇hᵀδ and q the curvature along δ."""
+        slope, curvature = self.slope_and_curvature
+        return replace(
+            self,
+            coefficients=tuple(share * c for c in self.coefficients),
+            predicted_change=share * slope + share**2 * curvature / 2,
+            slope=share * slope,
+        )
+
 
 @dataclass(frozen=True)
 class StepState(Storable):
@@ -133,42 +149,26 @@ def clip_to_objective(step: Step, objective: float, least: float = 0.0) -> tuple
 
     Losses are not negative. On a few examples that are all but fitted the Fisher has hardly any curvature
     left, and the minimiser of M is far outside of where M says anything.
-
-    At c δ, M has changed by c g + c² q/2 with g = ∇hᵀδ and q the curvature along δ.
     """
     if least > 0 and 0 <= objective <= least:
-        nothing = (0.0,) * len(step.coefficients)
+        nothing = (0.0,) * len(step.coefficients)  # also of coefficients that are not finite
         return replace(step, coefficients=nothing, predicted_change=0.0, slope=0.0), 0.0
     if not 0 < objective - least < -step.predicted_change:
         return step, 1.0
     objective -= least
-    slope = 2 * step.predicted_change if step.slope is None else step.slope
-    curvature = 2 * (step.predicted_change - slope)
+    slope, curvature = step.slope_and_curvature
     # The smaller root of c g + c² q/2 = −objective, in the form that loses no digits.
     root = math.sqrt(max(slope**2 - 2 * curvature * objective, 0.0))
     share = 2 * objective / (-slope + root)
-    cut = tuple(share * c for c in step.coefficients)
-    bounded = replace(step, coefficients=cut, predicted_change=-objective, slope=share * slope)
-    return bounded, share
+    return replace(step.scaled(share), predicted_change=-objective), share
 
 
 def clip_to_radius(step: Step, curvature: float, radius: float) -> tuple[Step, float]:
-    """The part of the step within a trust region, δᵀFδ ≤ radius², and its share.
-
-    At c δ, M has changed by c g + c² q/2 with g = ∇hᵀδ and q the curvature along δ, λ's and η's included.
-    """
+    """The part of the step within a trust region, δᵀFδ ≤ radius², and its share; `curvature` is δᵀFδ."""
     if not curvature > radius**2:
         return step, 1.0
     share = radius / math.sqrt(curvature)
-    slope = 2 * step.predicted_change if step.slope is None else step.slope
-    damped = 2 * (step.predicted_change - slope)
-    clipped = replace(
-        step,
-        coefficients=tuple(share * c for c in step.coefficients),
-        predicted_change=share * slope + share**2 * damped / 2,
-        slope=share * slope,
-    )
-    return clipped, share
+    return step.scaled(share), share
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def measurements(count: int = TRIALS, seed: int = 0) -> Iterator[Measurement]:
 
 
 def check_gamma_rule(rule: AnyGammaRule) -> None:
-    """γ is positive and finite whatever was measured; what is remembered is pure and can be saved."""
+    """Check that γ is positive and finite after any measurement, and the state pure and saveable."""
     for m in measurements():
         state = rule.init(m)
         _check_saving(state)
@@ -89,7 +89,7 @@ def check_gamma_rule(rule: AnyGammaRule) -> None:
 
 
 def check_units(rule: AnyGammaRule | AnyDampingRule) -> None:
-    """λ goes as the units of the objective, γ as their root: training does not depend on them.
+    """Check that λ scales with the units of the objective, and γ with their root.
 
     Not for rules with an absolute number in them, such as `FixedGamma(0.3)`.
     """
@@ -116,7 +116,7 @@ def check_units(rule: AnyGammaRule | AnyDampingRule) -> None:
 
 
 def in_units(m: Measurement, scale: float) -> Measurement:
-    """The same measurement of an objective that is `scale` times as large."""
+    """The measurement for an objective that is `scale` times as large."""
     linear = (
         "loss", "weight_decay", "lambda_", "resolution", "predicted_change",
         "noise", "inverse_lambda", "sampling_error", "mean_curvature",
@@ -135,7 +135,7 @@ def _proportional(ours: tuple[float, ...], theirs: tuple[float, ...], scale: flo
 
 
 def check_damping_rule(rule: AnyDampingRule) -> None:
-    """λ is finite and not negative whatever was measured; what is remembered is pure and can be saved."""
+    """Check that λ is finite and not negative after any measurement, and the state pure and saveable."""
     for m in measurements():
         state = rule.init(m)
         _check_saving(state)
@@ -150,7 +150,7 @@ def check_damping_rule(rule: AnyDampingRule) -> None:
 
 
 def check_step_rule(rule: StepRule) -> None:
-    """The step has a coefficient for each direction, and does not promise NaN."""
+    """Check that the step has a coefficient for each direction, and a finite predicted change."""
     draw = random.Random(0)
     for m in measurements():
         _check_saving(rule.init(m))
