@@ -61,8 +61,8 @@ class Measurement:
     rho: float | None = None
     """(h(θ+δ) − h(θ)) / (M(δ) − M(0)) on the step's own mini-batch; NaN if M predicted a rise."""
     next_rho: float | None = None
-    """ρ of the last step on this mini-batch, from which it was not computed; −inf if M predicted a rise, NaN
-    if the loss is not finite or the step was too short to be seen."""
+    """ρ of the last step on this mini-batch, from which it was not computed; −inf if M predicted a rise,
+    NaN if the loss is not finite or the step was too short to be seen."""
     curvature_share: float = 1.0
     """δᵀ(F + ηI)δ / δᵀ(F + (λ + η)I)δ: what of the model's curvature along the step is not λ's."""
     noisy: bool = False

@@ -21,7 +21,7 @@ from kronfac import KFAC, Bernoulli, Gaussian, KronfacError, plan, presets
 from kronfac_experiments import problems
 from kronfac_experiments.options import BenchOptions, at_least, command_line
 from kronfac_experiments.pages.document import Document, Table, described, publish
-from kronfac_experiments.race.models import vit_lora
+from kronfac_experiments.race.models import ViT, vit_lora
 from kronfac_experiments.race.problems import PROBLEMS
 
 SETTLED = {"paper": 4, "default": 84}
@@ -31,7 +31,14 @@ LR = 1e-4
 """Of the other optimizer; time does not depend on it, as long as nothing becomes infinite."""
 Batches = Iterator[tuple[Tensor, Tensor]]
 Inverse = Literal["block_diagonal", "block_tridiagonal"]
-Network = Literal["cnn", "resnet", "conv_autoencoder", "gpt", "lstm", "tabular", "vit_lora"]
+Network = Literal[
+    "cnn", "resnet", "conv_autoencoder", "gpt", "lstm", "tabular", "vit", "vit_small", "vit_lora"
+]
+VITS: dict[str, Callable[[], nn.Module]] = {
+    "vit_small": partial(ViT, patch=7, width=32, layers=2),
+    "vit_lora": vit_lora,
+}
+"""Other vision transformers than that of the race."""
 
 
 class Steps(Protocol):
@@ -329,7 +336,7 @@ class NetworkStepConfig(BenchOptions):
     threads: int = 1
     """CPU threads."""
     networks: tuple[Network, ...] = get_args(Network)
-    """Networks of `kronfac race`, and its vision transformer with adapters of low rank."""
+    """Networks of `kronfac race`, and small vision transformers, one with adapters of low rank."""
     warm_up: int = 22
     """Steps before: λ settles in the first twenty, with a measurement of ρ in each."""
     repeats: int = 3
@@ -351,9 +358,9 @@ def network_step_command(config: NetworkStepConfig) -> list[Path]:
     counts = config.warm_up, config.repeats, config.steps
     found, planned = [], []
     for name in config.networks:
-        problem = PROBLEMS["vit"] if name == "vit_lora" else PROBLEMS[name]
-        if name == "vit_lora":
-            problem = replace(problem, build=vit_lora)
+        problem = PROBLEMS["vit" if name in VITS else name]
+        if name in VITS:
+            problem = replace(problem, build=VITS[name])
         size = problem.batches[-1] or problem.examples
         console.print(name)
         pair = _against_sgd(partial(problem.make_model, config.seed), problem.loss())
