@@ -10,28 +10,15 @@ from tests.conftest import normal
 from tests.curvature.test_estimate import estimate_on
 from tests.layers.kinds import perturbed
 from tests.layers.problems import Problem, classification, regression
+from tests.layers.test_exact import Pooled, PooledTokens
 
 curvlinops = pytest.importorskip("curvlinops")
-
-
-class Pool(nn.Module):
-    """The mean over all places of (examples, channels, …)."""
-
-    def forward(self, x):
-        return x.flatten(2).mean(dim=2)
-
-
-class PoolTokens(nn.Module):
-    """The mean over all places of (examples, places, features)."""
-
-    def forward(self, x):
-        return x.mean(dim=1)
 
 
 NETWORKS = {
     "Linear": (lambda: (nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), (7, 3)),
     "Linear at places": (
-        lambda: (nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), PoolTokens(), nn.Linear(3, 3)),
+        lambda: (nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), PooledTokens(), nn.Linear(3, 3)),
         (7, 5, 3),
     ),
     "Conv2d": (
@@ -40,7 +27,7 @@ NETWORKS = {
             nn.Tanh(),
             nn.Conv2d(3, 2, 2, dilation=2, bias=False),
             nn.Sigmoid(),
-            Pool(),
+            Pooled(),
             nn.Linear(2, 3),
         ),
         (7, 2, 6, 5),

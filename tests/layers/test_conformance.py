@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from kronfac.model import find_units, record_uses
 from kronfac.testing import check_adapter
 from tests.conftest import ALGEBRA, normal
+from tests.layers.kinds import perturbed
 
 N = 3
 
@@ -39,20 +40,10 @@ CONVOLUTIONS = {
     "depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4, padding=1), (N, 4, 6, 5)),
     "depthwise, multiplied": (lambda: nn.Conv1d(4, 8, 3, groups=4, bias=False), (N, 4, 9)),
     "one by one": (lambda: nn.Conv2d(4, 3, 1), (N, 4, 3, 3)),
-    "transposed 1d": (lambda: nn.ConvTranspose1d(2, 3, 3), (N, 2, 5)),
-    "transposed 2d": (lambda: nn.ConvTranspose2d(2, 3, (3, 2), stride=2), (N, 2, 4, 3)),
-    "transposed 3d": (lambda: nn.ConvTranspose3d(2, 3, 2), (N, 2, 3, 2, 3)),
+    # Further transposed ones are in test_patches.py.
     "transposed, all options": (
         lambda: nn.ConvTranspose2d(2, 3, 3, stride=3, padding=2, output_padding=1, dilation=2),
         (N, 2, 4, 4),
-    ),
-    "transposed, outputs that no input reaches": (
-        lambda: nn.ConvTranspose1d(2, 3, 2, stride=2, output_padding=2, dilation=3),
-        (N, 2, 4),
-    ),
-    "transposed, groups": (
-        lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2, padding=1),
-        (N, 4, 3, 3),
     ),
     "transposed, without bias": (lambda: nn.ConvTranspose1d(4, 2, 3, bias=False), (N, 4, 5)),
 }
@@ -72,14 +63,6 @@ NORMS = {
     "PReLU": (nn.PReLU, (N, 4, 2)),
     "PReLU per channel": (lambda: nn.PReLU(4), (N, 4, 2)),
 }
-
-
-def perturbed(module: nn.Module) -> nn.Module:
-    """With other scales than 1 and shifts than 0."""
-    with torch.no_grad():
-        for i, p in enumerate(module.parameters()):
-            p.add_(0.3 * normal(*p.shape, seed=i).to(p.dtype))
-    return module
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)

@@ -76,7 +76,6 @@ def test_frames_are_places_of_their_example(layer, length):
         (Video, Blocks(dense_limit=0)),
         (Video, Blocks("reduce", 0)),
         (SomeExamples, Blocks()),
-        (SomeExamples, Blocks(dense_limit=0)),
     ],
     ids=str,
 )

@@ -61,9 +61,9 @@ def assert_fisher_products_are_the_fishers(problem: Problem) -> None:
 def assert_blocks_are_their_definitions(problem: Problem) -> None:
     curvature = problem.curvature()
     modules = list(problem.model.modules())
-    # The square of a sum with random signs: an estimate, see test_summed.py.
+    # The square of a sum with random signs: an estimate, see test_other_uses.py.
     summed = {id(m.table.weight) for m in modules if isinstance(m, PositionTable)}
-    # Products inside of a module, which the definitions don't see: see test_equivalents.py.
+    # Products inside of a module: see test_attention.py and test_recurrent.py.
     inside = {id(p) for m in modules if isinstance(m, INSIDE) for p in m.parameters()}
     for unit, moments in zip(problem.network.units, curvature.blocks, strict=True):
         if not unit.observed or id(unit.parameters[0]) in summed | inside:
