@@ -49,7 +49,7 @@ def targets_of(name: str) -> list[torch.Tensor]:
         (Bernoulli(), lambda z: torch.distributions.Bernoulli(logits=z)),
         (Categorical(), lambda z: torch.distributions.Categorical(logits=z)),
     ],
-    ids=str,
+    ids=["gaussian", "gaussian_0.3", "bernoulli", "categorical"],
 )
 def test_the_loss_is_the_log_density_up_to_a_constant(likelihood, law):
     """So that differences between two outputs are the same."""
