@@ -35,7 +35,6 @@ from kronfac.model import (
     Blocks,
     Buffers,
     Network,
-    check_moments,
     dot,
     find_units,
     refuse_changes,
@@ -271,9 +270,8 @@ class Preconditioner:
             )
         units = self.network.units
         state, order, learned = saving.unpack_state(given["kfac"], units, self.settings, 0.0)
-        network = self.network.continued(order, state.curvature, learned)
-        check_moments(state.curvature, network.units)
-        self.network, self._state = network, state
+        self.network = self.network.continued(order, state.curvature, learned)
+        self._state = state
         self.steps, self._updated, self._refreshed = counts
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from kronfac.control import Measurement
 from kronfac.curvature import Curvature, DampedInverse
 from kronfac.errors import NotPositiveDefiniteError, StateError
 from kronfac.groups import Groups, PerParameter, check_group, parameters_in
-from kronfac.model import LearnedState, Matrices, Network, Unit, check_moments
+from kronfac.model import Learned, Matrices, Network, Unit
 from kronfac.settings import Settings
 from kronfac.step.background import Outcome, Outcomes, Refresh
 from kronfac.step.state import State, initial_gamma, initial_state
@@ -240,7 +240,7 @@ class SavedState(State):
     units: tuple[str, ...]
     inverse_settings: str
     refresh: SavedRefresh | None  # type: ignore[assignment]
-    learned: LearnedState
+    learned: Learned
     """What passes have shown of the network."""
 
     def check(self, units: Sequence[Layout]) -> None:
@@ -297,15 +297,14 @@ def load(state_dict: Any, groups: Groups, network: Network, settings: Settings) 
         if "state" in state_dict and is_zero(momentum) != is_zero(state.step.momentum):
             raise StateError("The state has momentum in one of 'state' and 'kfac' only.")
         network = network.continued(order, state.curvature, learned)
-        check_moments(state.curvature, network.units)
     # The state was brought to where the parameters are.
-    network = replace(network, learned=replace(network.learned, placement=None))
+    network = replace(network, placed=None)
     return Loaded(state, network, options)
 
 
 def unpack_state(
     packed: Any, units: Sequence[Unit], settings: Settings, weight_decay: float
-) -> tuple[State, Sequence[int], LearnedState]:
+) -> tuple[State, Sequence[int], Learned]:
     """The state, the units' numbers in the order that they were saved in, and what passes have shown.
 
     Raises:
@@ -334,7 +333,6 @@ def unpack_state(
     rules = (fresh.damping, gamma, fresh.step, fresh.acceptance)
     saved = Unpacker(device, layouts, map(type, rules)).unpack(SavedState, packed)
     saved.check(layouts)
-    check_moments(saved.curvature, [unit.undiscovered for unit in ordered])
     _check_links(saved.curvature, settings)
     state = _continued(saved, fresh, settings, weight_decay)
     return state, order, saved.learned

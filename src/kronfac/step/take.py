@@ -229,8 +229,8 @@ class _Attempt:
                 self._become(self._report(evaluation, last, causes))
                 return
             network, report = evaluation.network, outcome.report
+            network = replace(network, placed=network.placement)
             network.learned.compared = True
-            network.learned.placement = network.placement
             if self._per_parameter("lr"):  # or nothing moves, not even a zero's sign
                 network.move(outcome.delta)
             self.optimizer.network, self.state = network, outcome.state
