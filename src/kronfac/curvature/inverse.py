@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from kronfac.curvature.block import InverseCost, Moments, Operator, Part
+from kronfac.curvature.block import InverseCost, Moments, Operator, Summands
 from kronfac.curvature.taps import Taps
 from kronfac.errors import StateError
 from kronfac.linalg import KroneckerProduct, OuterProduct
@@ -234,20 +234,16 @@ class PreparedInverse(Protocol):
         ...
 
 
-class InverseUpdate(Protocol):
+class InverseUpdate(Summands, ABC):
     """An inverse that takes in the statistics of one step without a refresh."""
 
+    @abstractmethod
     def add(self, taps: Sequence[Taps], weight: float) -> None:
         """Add the taps of all units in one backward pass; `weight` is the factor of squared gradients."""
-        ...
 
-    def parts(self) -> list[Part]:
-        """Everything added so far, to be summed over ranks; then it counts as added."""
-        ...
-
+    @abstractmethod
     def value(self) -> DampedInverse:
         """The inverse with everything that was added."""
-        ...
 
 
 class ApproximateInverse(ABC):
