@@ -24,7 +24,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "exact_tikhonov": {"inverse": BlockDiagonalInverse(ExactTikhonov())},
     "low_rank": {"inverse": BlockDiagonalInverse(low_rank=True)},
     "block_tridiagonal": {"inverse": BlockTridiagonalInverse()},
-    "smith": {"inverse": BlockTridiagonalInverse(solver="smith")},
     "weight_decay": {"weight_decay": 1e-3},
     "conjugate_gradients": {"step_rule": ConjugateGradients(cg_steps=3)},
 }

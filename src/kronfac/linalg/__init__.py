@@ -13,9 +13,7 @@ from kronfac.linalg.kronecker import (
 )
 from kronfac.linalg.kronecker_difference import (
     KroneckerDifferenceInverse,
-    SmithDifferenceInverse,
     decompose,
-    smith,
 )
 from kronfac.linalg.kronecker_sum import KroneckerSumInverse, invert_sum
 from kronfac.linalg.parallel import each, in_background
@@ -41,7 +39,6 @@ __all__ = [
     "KroneckerSumInverse",
     "Matrices",
     "OuterProduct",
-    "SmithDifferenceInverse",
     "batched_inverse",
     "cholesky",
     "decompose",
@@ -59,7 +56,6 @@ __all__ = [
     "shifted_choleskys",
     "shifted_inverse",
     "shifted_inverses",
-    "smith",
     "symmetrize",
     "take",
 ]

@@ -16,16 +16,14 @@ and is a positive definite matrix plus a positive semi-definite one whatever the
 positive in float32 with rank-deficient statistics. `kronecker_sum.py` has the plus sign.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kronfac.errors import StateError
 from kronfac.linalg.kronecker import kron
 from kronfac.linalg.spd import eigh, inverse_from_cholesky
-from kronfac.storage import Layout, Shapes, Storable
+from kronfac.storage import Shapes, Storable
 
 
 def _solve_lower(L: Tensor, B: Tensor) -> Tensor:
@@ -95,67 +93,3 @@ def decompose(L1: Tensor, L2: Tensor, R1: Tensor, R2: Tensor) -> KroneckerDiffer
         K2=_solve_lower_transposed(L2, P2),
         weights=1 / (1 - product),
     )
-
-
-@dataclass(frozen=True)
-class SmithDifferenceInverse(Storable):
-    """(A ⊗ B − C ⊗ D)⁻¹ by Smith's iteration with squaring [MG15 App. B].
-
-    U = B⁻¹VA⁻¹ + (B⁻¹D)U(CA⁻¹) is a fixed-point equation; its 2ʲ-th iterate takes j squarings
-    of the two coefficients, which are kept: U ← U + P U Q first, then U ← U + P²ʲ U Q²ʲ.
-    """
-
-    A_inv: Tensor  # (in, in)
-    B_inv: Tensor  # (out, out)
-    lefts: tuple[Tensor, ...]  # B⁻¹D and its powers 2, 4, 8, … (out, out)
-    rights: tuple[Tensor, ...]  # CA⁻¹ and its powers (in, in)
-
-    def shapes(self, rows: int, columns: int) -> Shapes:
-        """All square."""
-        inside, outside = (columns, columns), (rows, rows)
-        return {"A_inv": inside, "B_inv": outside, "lefts": outside, "rights": inside}
-
-    def check(self, *units: Layout) -> None:
-        """Raise a StateError if it can't be of this unit."""
-        super().check(*units)
-        if len(self.lefts) != len(self.rights):
-            raise StateError(
-                f"The state's powers of {units[0].name!r} must be as many on the left as on the right; "
-                f"got {len(self.lefts)} and {len(self.rights)}. Load an earlier state."
-            )
-
-    def mv(self, V: Tensor) -> Tensor:
-        """The inverse applied to V (out, in)."""
-        U = self.B_inv @ V @ self.A_inv
-        for P, Q in zip(self.lefts, self.rights, strict=True):
-            U = U + P @ U @ Q
-        return U
-
-    def to_dense(self) -> Tensor:
-        """The (in·out, in·out) matrix."""
-        dense = kron(self.A_inv, self.B_inv)
-        for P, Q in zip(self.lefts, self.rights, strict=True):
-            dense = dense + kron(Q.mT, P) @ dense
-        return dense
-
-
-def smith(L1: Tensor, L2: Tensor, R1: Tensor, R2: Tensor) -> SmithDifferenceInverse:
-    """Prepare the inverse of `decompose` without any eigendecomposition.
-
-    Squares until ‖P‖‖Q‖ is below the square root of the dtype's ε, so that the next power, its
-    square, is below ε. A difference that is singular to rounding never gets there, and its powers may
-    even grow; so there are at most 1/2ε terms, which is a gap of about ε, as in `decompose`.
-    """
-    A_inv, B_inv = inverse_from_cholesky(L1), inverse_from_cholesky(L2)
-    P = (B_inv @ R2) @ R2.mT
-    Q = (R1 @ R1.mT) @ A_inv
-    eps = torch.finfo(P.dtype).eps
-    tolerance = eps**0.5
-    lefts, rights = [P], [Q]
-    for _ in range(round(-math.log2(eps)) - 1):
-        P, Q = P @ P, Q @ Q
-        lefts.append(P)
-        rights.append(Q)
-        if float(P.norm() * Q.norm()) < tolerance:
-            break
-    return SmithDifferenceInverse(A_inv, B_inv, tuple(lefts), tuple(rights))
