@@ -36,11 +36,9 @@ class Operator(Protocol):
 
     def mv(self, V: Tensor) -> Tensor:
         """The product with V (rows, columns): a new tensor, which the caller may overwrite."""
-        ...
 
     def to_dense(self) -> Tensor:
         """The matrix itself, in the layout of vec(V), which stacks columns."""
-        ...
 
 
 @dataclass(frozen=True)

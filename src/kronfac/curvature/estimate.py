@@ -42,17 +42,14 @@ class Examples(Protocol):
     @property
     def examples(self) -> int:
         """How many there are."""
-        ...
 
     @property
     def terms(self) -> Sequence[Terms]:
         """The terms of every loss call."""
-        ...
 
     @property
     def apart(self) -> bool:
         """Whether terms belong to examples, the terms of one after the other; else each counts alone."""
-        ...
 
 
 class Tapped(Protocol):
@@ -61,16 +58,13 @@ class Tapped(Protocol):
     @property
     def outputs(self) -> Sequence[Tensor]:
         """z of every loss call, (terms, event)."""
-        ...
 
     @property
     def summed(self) -> bool:
         """Whether for some units only the gradient summed over the examples is known."""
-        ...
 
     def taps(self, vectors: Sequence[Tensor | None]) -> Sequence[Taps]:
         """The taps of every unit for rᵀf, one r for each loss call."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,12 @@ class DampedInverse(Storable):
 
     def check(self, *units: Layout) -> None:
         """Raise a StateError if it can't be the inverse of these units' curvature."""
+        for n, piece in enumerate(self.pieces):
+            if isinstance(piece, Moments):  # which multiply too
+                raise StateError(
+                    f"The state's pieces[{n}] must be of type Operator or ChainOperator or Failed; got "
+                    f"{type(piece).__name__}. Load an earlier state."
+                )
         total = sum(map(length_of, self.pieces))
         if total != len(units):
             raise StateError(
@@ -231,7 +237,6 @@ class PreparedInverse(Protocol):
 
     def damped(self, gamma: float) -> DampedInverse:
         """The inverse with damping strength γ [MG15 §6.6]."""
-        ...
 
 
 class InverseUpdate(Summands, ABC):

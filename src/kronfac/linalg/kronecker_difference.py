@@ -20,22 +20,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.linalg import solve_triangular
 
 from kronfac.linalg.kronecker import kron
 from kronfac.linalg.spd import eigh, inverse_from_cholesky
 from kronfac.storage import Shapes, Storable
-
-
-def _solve_lower(L: Tensor, B: Tensor) -> Tensor:
-    """L⁻¹ B."""
-    solution: Tensor = torch.linalg.solve_triangular(L, B, upper=False)
-    return solution
-
-
-def _solve_lower_transposed(L: Tensor, B: Tensor) -> Tensor:
-    """L⁻ᵀ B."""
-    solution: Tensor = torch.linalg.solve_triangular(L.mT, B, upper=True)
-    return solution
 
 
 def _scaled_left_singular(X: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -59,25 +48,23 @@ class KroneckerDifferenceInverse(Storable):
     weights: Tensor  # (r2, r1): 1 / (1 − s₂s₁ᵀ)
 
     def shapes(self, rows: int, columns: int) -> Shapes:
-        """Those above, with ranks r1 and r2."""
         inverses: Shapes = {"A_inv": (columns, columns), "B_inv": (rows, rows)}
         return {**inverses, "K1": (columns, "r1"), "K2": (rows, "r2"), "weights": ("r2", "r1")}
 
     def mv(self, V: Tensor) -> Tensor:
-        """The inverse applied to V (out, in)."""
         inner = (self.K2.mT @ V @ self.K1) * self.weights
         return self.B_inv @ V @ self.A_inv + self.K2 @ inner @ self.K1.mT
 
     def to_dense(self) -> Tensor:
-        """The (in·out, in·out) matrix."""
         K = kron(self.K1, self.K2)
         return kron(self.A_inv, self.B_inv) + (K * self.weights.mT.reshape(-1)) @ K.mT
 
 
 def decompose(L1: Tensor, L2: Tensor, R1: Tensor, R2: Tensor) -> KroneckerDifferenceInverse:
     """Prepare (L₁L₁ᵀ ⊗ L₂L₂ᵀ − R₁R₁ᵀ ⊗ R₂R₂ᵀ)⁻¹; the difference must be positive."""
-    P1, s1 = _scaled_left_singular(_solve_lower(L1, R1), "factor, input side")
-    P2, s2 = _scaled_left_singular(_solve_lower(L2, R2), "factor, output side")
+    X1, X2 = (solve_triangular(L, R, upper=False) for L, R in ((L1, R1), (L2, R2)))
+    P1, s1 = _scaled_left_singular(X1, "factor, input side")
+    P2, s2 = _scaled_left_singular(X2, "factor, output side")
     # If s₂s₁ is below ε the correction is lost in rounding beside the 1 that it is added to.
     # Damped statistics have many such columns, all the more the stronger the damping.
     epsilon = torch.finfo(s1.dtype).eps
@@ -89,7 +76,7 @@ def decompose(L1: Tensor, L2: Tensor, R1: Tensor, R2: Tensor) -> KroneckerDiffer
     return KroneckerDifferenceInverse(
         A_inv=inverse_from_cholesky(L1),
         B_inv=inverse_from_cholesky(L2),
-        K1=_solve_lower_transposed(L1, P1),
-        K2=_solve_lower_transposed(L2, P2),
+        K1=solve_triangular(L1.mT, P1, upper=True),
+        K2=solve_triangular(L2.mT, P2, upper=True),
         weights=1 / (1 - product),
     )
