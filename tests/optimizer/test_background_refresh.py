@@ -273,7 +273,6 @@ def test_where_lambda_has_moved_far_since_it_began_it_is_given_up_for_one_at_onc
         BlockDiagonalInverse(),
         BlockDiagonalInverse(tikhonov=ExactTikhonov()),
         BlockTridiagonalInverse(),
-        BlockTridiagonalInverse(solver="smith"),
         EigenvalueCorrectedInverse(),
     ],
     ids=repr,
