@@ -1,8 +1,6 @@
 """Losses written by hand: `kronfac.observe` declares predictions, `kronfac.least_squares` has residuals."""
 
-import weakref
 from dataclasses import replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,17 +10,6 @@ from kronfac.errors import TargetError
 from kronfac.objective.likelihoods import Likelihood, Residual
 from kronfac.objective.losses import READERS, elementwise, is_mean
 from kronfac.objective.terms import Terms
-
-
-class Listener(Protocol):
-    """A recorder of training loops, which sees declarations outside of closures."""
-
-    def on_observe(self, z: Tensor, likelihood: Likelihood, **options: Any) -> None:
-        """Receive what `observe` was called with."""
-
-
-LISTENERS: "weakref.WeakSet[Listener]" = weakref.WeakSet()
-"""All recorders that are alive."""
 
 
 def observe(
@@ -54,8 +41,6 @@ def observe(
             observe, (z,), z, likelihood, targets=targets, weight=weight, scale=scale
         )
         return result
-    for listener in tuple(LISTENERS):
-        listener.on_observe(z, likelihood, targets=targets, weight=weight, scale=scale)
     return z
 
 
