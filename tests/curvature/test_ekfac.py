@@ -219,7 +219,7 @@ def conformance_case(likelihood, tikhonov):
 CASES = [
     conformance_case(likelihood, tikhonov)
     for likelihood in LOSSES
-    for tikhonov in (ExactTikhonov(), FactoredTikhonov(), FactoredTikhonov("frobenius"))
+    for tikhonov in (ExactTikhonov(), FactoredTikhonov(), FactoredTikhonov("one"))
 ]
 
 

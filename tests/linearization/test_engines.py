@@ -10,9 +10,9 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from kronfac.curvature import SummedGradient
-from kronfac.linearize import ByHand, Traced, jvp
+from kronfac.linearize import ByHand, Traced
+from kronfac.linearize.base import SHARE, by_differences, by_forward_mode, outputs_and_jvp
 from kronfac.linearize.by_hand import trace_of
-from kronfac.linearize.jvp import by_differences, by_forward_mode, outputs_and_jvp
 from kronfac.model import Network
 from kronfac.objective import Gaussian
 from kronfac.record import Pass, record
@@ -289,7 +289,9 @@ def test_without_forward_mode_differences_are_taken_from_then_on(monkeypatch):
         (raw,) = engine_jvp(network, part, [v])
         assert_close(raw[0].reshape(-1), J @ flat(network, v), **DIFFERENCES)
         assert not network.learned.forward_mode
-        monkeypatch.delattr(jvp, "by_forward_mode", raising=False)  # not asked again
+        monkeypatch.delattr(
+            "kronfac.linearize.base.by_forward_mode", raising=False
+        )  # not asked again
 
 
 class Routed(Opaque):
@@ -311,7 +313,7 @@ def beside_an_edge(untruthful: bool) -> tuple[Network, Pass, tuple[Tensor, ...]]
     network, part = Problem(lambda: Routed(untruthful), normal(5, 3)).network()
     (v,) = directions_of(network, 1)
     theta = flat(network, network.theta())
-    epsilon = jvp.SHARE * torch.finfo(theta.dtype).eps ** (1 / 3) * theta.norm()
+    epsilon = SHARE * torch.finfo(theta.dtype).eps ** (1 / 3) * theta.norm()
     epsilon = epsilon / flat(network, v).norm()
     weight, bias = network.split(v)[:2]
     x = normal(5, 3)[0]
@@ -357,7 +359,7 @@ def test_out_of_memory_once_is_not_for_good(error, monkeypatch):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(jvp, "by_forward_mode", fails)
+        patch.setattr("kronfac.linearize.base.by_forward_mode", fails)
         (found,) = engine_jvp(network, part, [v])
     assert_close(found, expected, **DIFFERENCES)
     assert network.learned.forward_mode

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kronfac import KFAC
 from kronfac.linearize import Linearizer
-from kronfac.linearize.jvp import by_differences, by_forward_mode
+from kronfac.linearize.base import by_differences, by_forward_mode
 from kronfac.record import record
 from tests.conftest import mlp, network_of, normal, seeded
 

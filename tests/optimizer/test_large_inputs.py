@@ -19,8 +19,7 @@ from tests.conftest import mlp, normal
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "frobenius": {"inverse": BlockDiagonalInverse(FactoredTikhonov("frobenius"))},
-    "spectral": {"inverse": BlockDiagonalInverse(FactoredTikhonov("spectral"))},
+    "one": {"inverse": BlockDiagonalInverse(FactoredTikhonov("one"))},
     "exact_tikhonov": {"inverse": BlockDiagonalInverse(ExactTikhonov())},
     "low_rank": {"inverse": BlockDiagonalInverse(low_rank=True)},
     "block_tridiagonal": {"inverse": BlockTridiagonalInverse()},

@@ -53,7 +53,7 @@ class BlockTridiagonalInverse(ApproximateInverse):
     """The Fisher with neighbouring layers correlated; for a chain of layers, other units by themselves.
 
     Args:
-        tikhonov: the norm in π. The exact form has no efficient inverse here [MG15 §6.3].
+        tikhonov: how the damping enters. The exact form has no efficient inverse here [MG15 §6.3].
     """
 
     couples: ClassVar[bool] = True

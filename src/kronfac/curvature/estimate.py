@@ -282,13 +282,7 @@ class _SummedGradients:
             held.append(scaled)
 
     def add_to(self, averages: Sequence[Average], met: list[bool], world: World) -> None:
-        """Add what all passes and ranks have shown to the averages, and note that these were met."""
-        for n, V in self.total(world):
-            averages[n].add(SummedGradient(V), 0.0, 1.0)
-            met[n] = True
-
-    def total(self, world: World) -> list[tuple[int, Tensor]]:
-        """Units and their gradients, of all passes and ranks; on rank 0 alone."""
+        """Add what all passes and ranks have shown to the averages of rank 0; the units count as met."""
         units = sorted(self._held)
         if units and world.size > 1:
             rows = world.gather([float(len(self._held[n])) for n in units], "statistics")
@@ -296,7 +290,10 @@ class _SummedGradients:
                 held = self._held[n]  # an example may have less outputs on one rank than on another
                 held += [torch.zeros_like(held[0]) for _ in range(int(max(lengths)) - len(held))]
             world.sum([V for n in units for V in self._held[n]], "statistics")
-        return [(n, V) for n in units for V in self._held[n]] if world.rank == 0 else []
+        for n in units if world.rank == 0 else ():
+            met[n] = True
+            for V in self._held[n]:
+                averages[n].add(SummedGradient(V), 0.0, 1.0)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from kronfac.curvature.kronecker import (
     uses_of,
 )
 from kronfac.curvature.taps import GroupedTap, Tap, Taps
-from kronfac.curvature.tikhonov import FactoredTikhonov, Tikhonov
+from kronfac.curvature.tikhonov import FactoredTikhonov, Tikhonov, mean_eigenvalue
 from kronfac.linalg import KroneckerSumInverse, invert_sum
 from kronfac.storage import Layout
 
@@ -48,7 +48,7 @@ class KroneckerSumMoments(Moments):
         """The inverse of Σₖ (Aₖ + πₖγₖI) ⊗ (Gₖ + γₖ/πₖ I).
 
         γ is divided between the products by their sizes tₖ, the product of the mean eigenvalues of their
-        factors (or of their sizes in another norm): γₖ² = γ² tₖ / (t₁ + t₂). Then γ₁² + γ₂² = γ², so that
+        factors: γₖ² = γ² tₖ / (t₁ + t₂). Then γ₁² + γ₂² = γ², so that
         γ²I is what is added in all beside the cross terms; every factor gets the same share
         γ / (t₁ + t₂)^½ of its own mean eigenvalue; and if one of the products vanishes, the damping is
         the other product's.
@@ -58,7 +58,7 @@ class KroneckerSumMoments(Moments):
         """
         rule = tikhonov if isinstance(tikhonov, FactoredTikhonov) else FactoredTikhonov()
         products = (self.direct, self.transposed)
-        sizes = torch.stack([_root_size(m, rule) for m in products])
+        sizes = torch.stack([_root_size(m) for m in products])
         if not bool(sizes.any()):
             sizes = torch.ones_like(sizes)
         gammas = [float(share) * gamma for share in sizes / sizes.norm()]
@@ -84,11 +84,11 @@ class KroneckerSumMoments(Moments):
         return self.direct.size
 
 
-def _root_size(moments: KroneckerMoments, rule: FactoredTikhonov) -> Tensor:
-    """√t = (‖A ⊗ I‖ ‖I ⊗ G‖)^½, float64."""
+def _root_size(moments: KroneckerMoments) -> Tensor:
+    """√t, float64."""
     # Root by root: the product may be larger than the dtype of the factors can hold.
     root_A, root_G = (
-        size.double().clamp(min=0).sqrt() for size in rule.sizes(moments.A, moments.G)
+        mean_eigenvalue(M).double().clamp(min=0).sqrt() for M in (moments.A, moments.G)
     )
     return root_A * root_G
 
