@@ -60,6 +60,11 @@ CONSTRUCTIONS: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
         TypeError,
         ("KFAC needs the model itself", r"KFAC\(model, loss\); got a"),
     ),
+    "the wrong order": (
+        lambda: KFAC(LOSS, network()),
+        TypeError,
+        ("KFAC takes the model, then the loss", r"KFAC\(model, loss\); got a CrossEntropyLoss"),
+    ),
     "no loss": (
         lambda: KFAC(network(), lr=1e-3),
         TypeError,

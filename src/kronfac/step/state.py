@@ -1,7 +1,7 @@
 """Everything that K-FAC carries from one step to the next (`saving.py` saves and loads it)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from kronfac.control import (
 from kronfac.curvature import Curvature, DampedInverse
 from kronfac.model import Matrices
 from kronfac.settings import Settings
-from kronfac.step.background import Refresh
 from kronfac.step.evaluation import Evaluation
+from kronfac.step.inverses import Inverter
+from kronfac.storage import UNSAVED
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,34 @@ class CurrentInverse:
     """λ then."""
     decayed: Matrices | None = None
     """η F̆⁻¹θ of the step that adopted it, for the low-rank route [MG15 §8]."""
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """One refresh of the inverse: to be computed, under way or done."""
+
+    iteration: int
+    """Iteration of the factors that it is computed from."""
+    adoption: int
+    """The iteration that makes the first step with it."""
+    lambda_: float
+    """λ when it started."""
+    candidates: tuple[float, ...]
+    """The γ's to be tried."""
+    curvature: Curvature
+    """The factors."""
+    inverter: Inverter | None = field(default=None, metadata=UNSAVED)
+    """What computes it; None of a saved one."""
+
+    def begin(self) -> None:
+        """Compute it in the background."""
+        assert self.inverter is not None
+        self.inverter.begin(self.candidates)
+
+    def give_up(self) -> None:
+        """It is not wanted any more."""
+        assert self.inverter is not None
+        self.inverter.give_up()
 
 
 @dataclass(frozen=True)

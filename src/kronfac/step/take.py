@@ -238,7 +238,7 @@ class _Attempt:
             self._become(replace(report, next_rho=last.rho, events=events + report.events))
             # Not before: nobody would want the refresh of a step that is not taken.
             if outcome.state.refresh is not None:
-                outcome.state.refresh.outcomes.begin()
+                outcome.state.refresh.begin()
 
     def skip(self, evaluation: Evaluation, last: Validation) -> None:
         """Commit the rejection of the last step; this mini-batch's gradient is not used."""
