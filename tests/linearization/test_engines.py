@@ -283,7 +283,9 @@ def test_without_forward_mode_differences_are_taken_from_then_on(monkeypatch):
         (raw,) = engine_jvp(network, part, [v])
         assert_close(raw[0].reshape(-1), J @ flat(network, v), **DIFFERENCES)
         assert not network.learned.forward_mode
-        monkeypatch.delattr(jvp, "by_forward_mode", raising=False)  # not asked again
+        monkeypatch.delattr(
+            "kronfac.linearize.base.by_forward_mode", raising=False
+        )  # not asked again
 
 
 class Routed(Opaque):
@@ -351,7 +353,7 @@ def test_out_of_memory_once_is_not_for_good(error, monkeypatch):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(jvp, "by_forward_mode", fails)
+        patch.setattr("kronfac.linearize.base.by_forward_mode", fails)
         (found,) = engine_jvp(network, part, [v])
     assert_close(found, expected, **DIFFERENCES)
     assert network.learned.forward_mode
