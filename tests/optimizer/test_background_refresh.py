@@ -164,7 +164,16 @@ def test_a_step_that_has_to_wait_counts_it_as_time_for_the_inverse():
     optimizer = new(inverse=watched(lambda _: go.wait(60) if in_background() else None))
     advance(optimizer, range(1, INTERVAL + LAG))
     before = optimizer.report.seconds.get("inverse", 0.0)
-    threading.Timer(0.5, go.set).start()
+    timers = []
+
+    def begin_anew(*_: object) -> None:
+        """Count from the last forward pass before the wait, however busy the machine is."""
+        for timer in timers:
+            timer.cancel()
+        timers.append(threading.Timer(0.3, go.set))
+        timers[-1].start()
+
+    optimizer.model.register_forward_hook(begin_anew)
     step(optimizer, INTERVAL + LAG)
     assert optimizer.report.seconds["inverse"] > before + 0.1
 
@@ -281,7 +290,6 @@ def test_where_lambda_has_moved_far_since_it_began_it_is_given_up_for_one_at_onc
         BlockDiagonalInverse(),
         BlockDiagonalInverse(tikhonov=ExactTikhonov()),
         BlockTridiagonalInverse(),
-        BlockTridiagonalInverse(solver="smith"),
         EigenvalueCorrectedInverse(),
     ],
     ids=repr,

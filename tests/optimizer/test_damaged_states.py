@@ -39,7 +39,7 @@ class Scaled(nn.Module):
 SETTINGS: dict[str, dict[str, Any]] = {
     "exact_tikhonov": {"inverse": BlockDiagonalInverse(tikhonov=ExactTikhonov())},
     "low_rank": {"inverse": BlockDiagonalInverse(low_rank=True)},
-    "smith": {"inverse": BlockTridiagonalInverse(solver="smith")},
+    "block_tridiagonal": {"inverse": BlockTridiagonalInverse()},
     "ekfac": {"inverse": "ekfac"},
     "refresh_under_way": {"intervals": Intervals(inverse_lag=3, inverse_interval=4)},
     "paper": kronfac.presets.paper(),
