@@ -244,8 +244,6 @@ def _plan(network: Network, batch: Batch, settings: Settings, weight_decay: floa
     vectors = (
         3 if validates and settings.acceptance.rejection is not None else 1
     )  # momentum; to undo
-    if settings.inverse.wants_factors(shapes, batch.examples, weight_decay) and weight_decay:
-        vectors += 1  # η F̆⁻¹θ
     costs, numbers = [], []
     for n, (unit, (estimated, _, _)) in enumerate(zip(network.units, found.units, strict=True)):
         moments = sum(t.numel() for t in tensors_in(estimated))

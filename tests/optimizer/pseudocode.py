@@ -54,13 +54,10 @@ class Pseudocode:
     gamma_max: float = math.inf
     tied: bool = False
     """γ = √(λ + η) at each refresh."""
-    by_objective: bool = False
-    """Whether γ is judged by h(θ + δ) instead of M(δ)."""
     exact_tikhonov: bool = False
     momentum: bool = True
     raw_alpha: float | None = None
     """α of an update that is not re-scaled."""
-    low_rank: bool = False
     penalty: Callable[[Tensor], Tensor] | None = None
     """A penalty on θ, part of what the closure returns."""
 
@@ -71,7 +68,6 @@ class Pseudocode:
         self.A: dense.Blocks | None = None
         self.G: dense.Blocks | None = None
         self.inverse: Tensor | None = None  # F⁰⁻¹, damped, as of the last refresh
-        self.decayed: Tensor | None = None  # η F⁰⁻¹ θ, as of the last refresh
         self.delta_0: Tensor | None = None
 
     # ------------------------------------------------------------------------------- the objective
@@ -119,19 +115,6 @@ class Pseudocode:
     def refreshes(self) -> bool:
         return self.k <= 3 or self.k % self.T3 == 0
 
-    def proposal(self, inverse: Tensor, decayed: Tensor, theta: Tensor, nabla: Tensor, m: int):
-        """Δ = −F⁰⁻¹∇h; with the low-rank route the decay's part is the one of the last refresh [§8]."""
-        if not self.low_rank:
-            return -inverse @ nabla
-        apart = torch.cat(
-            [
-                torch.full((d_out * d_in,), low_rank_is_cheaper(d_out, d_in, m))
-                for d_out, d_in in dense.shapes(self.model)
-            ]
-        )
-        fresh = inverse @ (nabla - self.eta * theta)
-        return -torch.where(apart, fresh + decayed, inverse @ nabla)
-
     def step(self, x: Tensor, y: Tensor, K: Tensor | None = None) -> Numbers:
         """One iteration on the mini-batch S′.
 
@@ -153,21 +136,13 @@ class Pseudocode:
         h = float(self.objective(theta, x, y))
 
         best = None
-        gammas = self.candidates()
-        for gamma in gammas:
-            inverse, decayed = self.inverse, self.decayed
-            if self.refreshes():
-                inverse = self.fresh_inverse(gamma)
-                decayed = self.eta * inverse @ theta
-            Delta = self.proposal(inverse, decayed, theta, nabla, m)
-            alpha, mu, delta = self.rescaled(H, nabla, Delta)
+        for gamma in self.candidates():
+            inverse = self.fresh_inverse(gamma) if self.refreshes() else self.inverse
+            alpha, mu, delta = self.rescaled(H, nabla, -inverse @ nabla)
             change = float(delta @ H @ delta / 2 + nabla @ delta)
-            judged = change
-            if self.by_objective and len(gammas) > 1:
-                judged = float(self.objective(theta + delta, x, y))
-            if best is None or judged < best[0]:
-                best = (judged, gamma, inverse, decayed, alpha, mu, delta, change)
-        _, self.gamma, self.inverse, self.decayed, alpha, mu, delta, change = best
+            if best is None or change < best[0]:
+                best = (change, gamma, inverse, alpha, mu, delta)
+        change, self.gamma, self.inverse, alpha, mu, delta = best
 
         rho = None
         if self.T1 is not None and self.k % self.T1 == 0:

@@ -41,7 +41,7 @@ LAGGED = Intervals(inverse_interval=4, inverse_lag=3)
 CASES: dict[str, dict[str, Any]] = {
     "block_diagonal": {"inverse": BlockDiagonalInverse()},
     "exact_tikhonov": {"inverse": BlockDiagonalInverse(tikhonov=ExactTikhonov())},
-    "low_rank": {"inverse": BlockDiagonalInverse(low_rank=True), "weight_decay": 0.1},
+    "low_rank": {"inverse": BlockDiagonalInverse(low_rank=True)},
     "decomposition": {"inverse": BlockTridiagonalInverse(), "weight_decay": 0.01},
     "out_of_order": {"inverse": BlockTridiagonalInverse()},
     "ekfac": {"inverse": EigenvalueCorrectedInverse(), "weight_decay": 0.01},

@@ -159,7 +159,7 @@ def test_no_pass_is_over_more_rows_than_a_chunk(inverse):
         nn.Sequential(gauge, *mlp([4, 6, 5, 3], seed=3)),
         inverse=inverse,
         intervals=Intervals(1.0, 1.0, 2),
-        gamma=GammaSearch(interval=2, criterion="objective"),
+        gamma=GammaSearch(interval=2),
     )
     for step in range(4):
         optimizer.step(optimizer.closure(*data(loss, step), chunk=6))

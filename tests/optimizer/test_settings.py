@@ -33,7 +33,7 @@ from kronfac.extend import (
 from kronfac.linalg import KroneckerProduct, OuterProduct
 from tests.conftest import mlp, normal
 from tests.optimizer.pseudocode import Pseudocode, low_rank_is_cheaper
-from tests.optimizer.runs import agree, closure_of, targets_for
+from tests.optimizer.runs import agree, targets_for
 from tests.reference import dense
 
 LOSS = nn.MSELoss(reduction="sum")
@@ -91,13 +91,6 @@ SETTINGS = {
         {"gamma": GammaSearch(interval=2), "intervals": Intervals(inverse_interval=2)},
         {"T2": 2, "T3": 2},
     ),
-    "by_objective": (
-        {
-            "gamma": GammaSearch(interval=2, criterion="objective"),
-            "intervals": Intervals(inverse_interval=2),
-        },
-        {"T2": 2, "T3": 2, "by_objective": True},
-    ),
     "bounds": (
         {"gamma": GammaSearch(interval=3, minimum=0.6, maximum=0.65)},
         {"T2": 3, "gamma_min": 0.6, "gamma_max": 0.65},
@@ -123,19 +116,6 @@ def test_a_setting_equals_the_pseudocode_with_it(setting):
     expected = Pseudocode(model, LOSS, **THEIRS | theirs)
     for step in range(STEPS):
         agree(optimizer, expected, *data(step))
-
-
-def test_the_two_criteria_do_not_choose_the_same_gamma_here():
-    # Else the comparison above would not tell them apart.
-    chosen = []
-    for setting in ("by_model", "by_objective"):
-        optimizer = KFAC(mlp([4, 5, 4, 3], seed=3), LOSS, **OURS | SETTINGS[setting][0])
-        gammas = []
-        for step in range(STEPS):
-            optimizer.step(optimizer.closure(*data(step)))
-            gammas.append(optimizer.report.gamma)
-        chosen.append(gammas)
-    assert chosen[0] != chosen[1]
 
 
 # ----------------------------------------------------------------------------- where targets come from
@@ -307,29 +287,6 @@ def test_nor_if_weight_decay_has_come_since_the_closure_was_made(monkeypatch):
     assert not found
 
 
-WAYS = {
-    "whole": lambda optimizer, x, y: optimizer.closure(x, y),
-    "chunks": lambda optimizer, x, y: optimizer.closure(x, y, chunk=2),
-    "own closure": lambda optimizer, x, y: closure_of(optimizer, LOSS, x, y),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_with_weight_decay_its_part_is_that_of_the_last_refresh(way):
-    model = mlp(WIDTHS, seed=3)
-    inverse = BlockDiagonalInverse(low_rank=True)
-    optimizer = KFAC(model, LOSS, **OURS | {"weight_decay": 0.2, "inverse": inverse})
-    theirs = THEIRS | {"eta": 0.2, "gamma_min": math.sqrt(0.2)}
-    expected, plain = (Pseudocode(model, LOSS, low_rank=low, **theirs) for low in (True, False))
-    for step in range(STEPS):
-        x, y = data(step, cases=FEW)
-        agree(optimizer, expected, x, y, WAYS[way](optimizer, x, y))
-        plain.step(x, y)
-    # That it was stale in between shows in the result.
-    difference = dense.theta(plain.model) - dense.theta(expected.model)
-    assert difference.abs().max() > 1e-4
-
-
 # ------------------------------------------------------------------------------------------ presets
 
 
@@ -345,7 +302,6 @@ def test_the_papers_constants():
     assert updated(rho=0.9) == pytest.approx(0.77378094, rel=1e-7)  # 0.95⁵
     assert updated(rho=0.1) == pytest.approx(1.29235544, rel=1e-7)
     assert settings["gamma"].interval == 20
-    assert settings["gamma"].criterion == "model"
     assert settings["step_rule"].momentum is True
     assert settings["intervals"] == Intervals(0.125, 0.25, inverse_interval=20)
     # Of the method itself, not of the experiments.

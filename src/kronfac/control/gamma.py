@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from kronfac.control.base import PACE, TRUST, Measurement, Rule, require
 from kronfac.control.damping import LARGEST_FACTOR
@@ -27,9 +27,6 @@ class GammaRule(Rule[G]):
     `init` is called when λ is known. `update` is called after every step, with the γ that it was made with
     in `m.gamma` and those that were tried in `m.candidates`, if the inverse was refreshed.
     """
-
-    criterion: Literal["model", "objective"] = "model"
-    """What the best of several candidates has lowest: M(δ), or h(θ + δ), by a forward pass for each."""
 
     @abstractmethod
     def candidates(self, state: G, m: Measurement) -> tuple[float, ...]:
@@ -89,15 +86,12 @@ class GammaSearch(GammaRule[GammaState]):
         minimum: the smallest γ that is tried; None for √η, or 1e-4 if that is larger.
         maximum: the largest one that is tried. The authors' program has 1, which also means that a
             larger γ is compared with 1 instead of γ/ω₂.
-        criterion: what the best has lowest, `"model"` for M(δ) or `"objective"` for h(θ + δ), which costs
-            one forward pass per candidate.
     """
 
     interval: int = 20
     factor: float = PACE**0.5
     minimum: float | None = None
     maximum: float = math.inf
-    criterion: Literal["model", "objective"] = "model"
 
     def __post_init__(self) -> None:
         require("GammaSearch's interval is 1 or more", self.interval, self.interval >= 1)
@@ -106,10 +100,6 @@ class GammaSearch(GammaRule[GammaState]):
             raise ValueError(
                 f"GammaSearch needs 0 < minimum ≤ maximum (minimum None is at least {FLOOR}); got "
                 f"{self.minimum} and {self.maximum}."
-            )
-        if self.criterion not in ("model", "objective"):
-            raise ValueError(
-                f"GammaSearch's criterion is 'model' or 'objective'; got {self.criterion!r}."
             )
 
     def init(self, m: Measurement) -> GammaState:

@@ -21,10 +21,9 @@ class BlockDiagonalInverse(ApproximateInverse):
     Args:
         tikhonov: how the damping enters, `FactoredTikhonov(norm)` or `ExactTikhonov()`.
         low_rank: multiply 𝒢 (out, m) and 𝒜 (m, in) by the inverses before each other, for layers
-            for which that is cheaper (m < d), if `KFAC.closure` found the gradient by hand. The weight
-            decay's part η F̆⁻¹θ of these layers is kept apart and refreshed with the inverse, whatever the
-            closure [MG15 §8, end]. None does so if it changes nothing but rounding: without weight decay,
-            if for one layer at least it takes half the multiplications.
+            for which that is cheaper (m < d), if `KFAC.closure` found the gradient by hand and there is no
+            weight decay [MG15 §8]. None does so if for one layer at least it takes half the
+            multiplications.
     """
 
     tikhonov: Tikhonov = field(default_factory=FactoredTikhonov)
@@ -40,10 +39,10 @@ class BlockDiagonalInverse(ApproximateInverse):
     def wants_factors(
         self, shapes: Sequence[tuple[int, int]], examples: int, weight_decay: float
     ) -> bool:
-        if self.low_rank is not None:
-            return self.low_rank
         if weight_decay or isinstance(self.tikhonov, ExactTikhonov):
             return False
+        if self.low_rank is not None:
+            return self.low_rank
         return any(low_rank_pays(shape, 2 * examples) for shape in shapes)
 
     def cost(self, moments: Moments) -> InverseCost:

@@ -106,7 +106,7 @@ def evaluate_closure(
             found = pass_by_hand(closure, network, wanted)
         if found is not None:
             loss, batch, factors = found
-            network, batch = _look_at(network, batch, inverse)
+            network, batch = look_at(network, batch, inverse)
             return Evaluation(network, loss, loss, loss, weight_decay, batch, call, random, factors)
     # Only gradients of this closure count, also if it does not drop those before it.
     before = [(p, p.grad) for p in network.parameters]
@@ -123,7 +123,7 @@ def evaluate_closure(
     del before
     batch = recording.batch()
     buffers = network.buffers.written(kept)
-    network, batch = _look_at(network, batch, inverse)
+    network, batch = look_at(network, batch, inverse)
     loss = as_loss(returned, network.device)
     evaluation = Evaluation(
         network, returned, loss, loss, weight_decay, batch, call, random, None, buffers
@@ -159,14 +159,14 @@ def evaluate_loop(
         batch = batch.scaled(1 / scaling.scale)
     elif scaling.before is not None:
         batch = batch.scaled(1 / scaling.before)
-    network, batch = _look_at(network, batch, inverse)
+    network, batch = look_at(network, batch, inverse)
     recorded = batch.recorded_loss
     loss = torch.zeros((), device=network.device) if recorded is None else recorded
     evaluation = Evaluation(network, None, loss, loss, weight_decay, batch, None)
     return in_full_precision(evaluation) if batch.mixed else evaluation
 
 
-def _look_at(network: Network, batch: Batch, inverse: ApproximateInverse) -> tuple[Network, Batch]:
+def look_at(network: Network, batch: Batch, inverse: ApproximateInverse) -> tuple[Network, Batch]:
     """What a recorded mini-batch says about the network, and where its examples are."""
     if not any(call.trace for part in batch.passes for call in part.calls):
         batch = check_examples(network, batch)

@@ -13,6 +13,7 @@ from kronfac.control.damping import LambdaSearch
 from kronfac.curvature import ApproximateInverse
 from kronfac.errors import out_of_memory
 from kronfac.linearize import Linearizer
+from kronfac.report import Stopwatch
 from kronfac.settings import Settings
 from kronfac.step.evaluation import RefusedError
 from kronfac.step.inverses import Inverter
@@ -49,7 +50,7 @@ def first_lambda(
     if inverter.failure is not None:
         return start, 0
     rounding = ROUNDING * m.precision * abs(float(evaluation.loss))
-    trial = proposer.for_trials()
+    trial = replace(proposer, watch=Stopwatch())  # which no step has on its clock
 
     def rho(lambda_: float) -> float:
         gamma = math.sqrt(lambda_ + m.weight_decay)

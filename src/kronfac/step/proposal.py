@@ -41,8 +41,6 @@ class Proposal:
 
     gamma: float
     inverse: DampedInverse
-    decayed: Matrices | None
-    """η F̆⁻¹θ, if the low-rank route keeps it apart."""
     step: Step
     delta: Matrices
     slope: float
@@ -58,8 +56,6 @@ class Proposal:
     far: bool
     """Whether a step that is not bounded is longer than θ, so that θ + δ − δ has lost digits of θ and θ has
     to be kept for a rollback."""
-    change: float | None = None
-    """h(θ + δ) − h(θ), if it was computed."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +77,7 @@ class Proposer:
     """With λ, η and c."""
     watch: Stopwatch
 
-    def propose(
-        self, gamma: float, inverse: DampedInverse, decayed: Matrices | None = None
-    ) -> Proposal:
+    def propose(self, gamma: float, inverse: DampedInverse) -> Proposal:
         """Δ and the best δ = αΔ + μδ₀ by the quadratic model.
 
         Raises:
@@ -91,7 +85,7 @@ class Proposer:
         """
         point, rule, m = self.point, self.rule, self.measurement
         with self.watch("direction"):
-            directions = self._directions(inverse, decayed)
+            directions = self._directions(inverse)
         with self.watch("fisher_products"):
             gram = self._fisher_gram(directions)
         with self.watch("step_rule"):
@@ -134,7 +128,6 @@ class Proposer:
         return Proposal(
             gamma=gamma,
             inverse=inverse,
-            decayed=decayed,
             step=step,
             delta=delta,
             slope=slope,
@@ -144,11 +137,6 @@ class Proposer:
             curvature_share=curvature / damped if damped > 0 else 1.0,
             far=not rule.bounded and quadratic_form(found.inner, step.coefficients) > found.squares,
         )
-
-    def for_trials(self) -> "Proposer":
-        """The same for steps that are not taken: they leave no time on the clock, nor a stale ηF̆⁻¹θ."""
-        evaluation = replace(self.point.evaluation, factors=None)
-        return replace(self, point=replace(self.point, evaluation=evaluation), watch=Stopwatch())
 
     @property
     def network(self) -> Network:
@@ -166,43 +154,21 @@ class Proposer:
         world = self.point.evaluation.world
         return self.around.fisher_gram(self.examples, directions, self._factor, world)
 
-    def _directions(self, inverse: DampedInverse, decayed: Matrices | None) -> list[Matrices]:
+    def _directions(self, inverse: DampedInverse) -> list[Matrices]:
         """Δ, and δ₀ with momentum."""
-        gradient = self._gradient(decayed)
-        product = inverse.mv(gradient)
-        if decayed is not None:
-            product = tuple(
-                U + decay if low_rank else U
-                for U, decay, low_rank in zip(product, decayed, self._low_rank(), strict=True)
-            )
-        directions = [tuple(U.neg_() for U in product)]
+        directions = [tuple(U.neg_() for U in inverse.mv(self._gradient()))]
         if self.rule.momentum and self.state.momentum is not None:
             directions.append(self.state.momentum)
         return directions
 
-    def _gradient(self, decayed: Matrices | None) -> Sequence[Tensor | OuterProduct]:
-        """∇h as the inverse is to multiply it: by its factors, if they are there and that is cheaper.
-
-        With `decayed`, which is the weight decay's part of the product, without that part, in the units for
-        which factors are cheaper.
-        """
-        evaluation = self.point.evaluation
-        gradient, factors, decay = self.point.gradient, evaluation.factors, evaluation.weight_decay
-        if decay and decayed is None:
+    def _gradient(self) -> Sequence[Tensor | OuterProduct]:
+        """∇h, by its factors where they are known and multiplying these is cheaper [MG15 §8]."""
+        gradient, evaluation = self.point.gradient, self.point.evaluation
+        if evaluation.factors is None:
             return gradient
-        product: list[Tensor | OuterProduct] = list(gradient)
-        for n, low_rank in enumerate(self._low_rank()):
-            if low_rank and factors is not None:
-                product[n] = factors[n]
-            elif low_rank and decay:
-                unit = self.network.units[n]
-                product[n] = gradient[n] - unit.join(decay.times(unit.parameters, unit.parameters))
-        return product
-
-    def _low_rank(self) -> list[bool]:
-        """The units for which the gradient's factors are cheaper to multiply, if they are there."""
-        examples = self.point.evaluation.examples
-        return [low_rank_pays(unit.shape, examples) for unit in self.network.units]
+        triples = zip(self.network.units, gradient, evaluation.factors, strict=True)
+        m = evaluation.examples
+        return [factors if low_rank_pays(u.shape, m) else V for u, V, factors in triples]
 
     def _product(self, v: Matrices) -> Matrices:
         """(F + λI + H) v on S₂, H the diagonal matrix of η."""
@@ -406,7 +372,6 @@ def apply_rates(proposer: Proposer, proposal: Proposal, rates: PerParameter) -> 
         momentum=momentum,
         slope=slope,
         curvature_share=share,
-        change=None,
     )
 
 

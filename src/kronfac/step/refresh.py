@@ -19,7 +19,6 @@ from kronfac.errors import MemoryExhaustedError, NonFiniteError, NotPositiveDefi
 from kronfac.model import Matrices
 from kronfac.report import Event, EventKind
 from kronfac.settings import Settings
-from kronfac.step.evaluation import Point
 from kronfac.step.inverses import Inverter
 from kronfac.step.proposal import Proposal, Proposer
 from kronfac.step.state import CurrentInverse, Refresh, State
@@ -44,12 +43,12 @@ class Chosen:
 def best_proposal(
     settings: Settings, proposer: Proposer, before: State, events: list[Event]
 ) -> Chosen:
-    """The proposal with the lowest M(δ), or h(θ + δ), among the candidates for γ [§6.6]."""
+    """The proposal with the lowest M(δ) among the candidates for γ [§6.6]."""
     point, watch, stale = proposer.point, proposer.watch, before.current
     assert before.gamma is not None
     refresh, m = _refresh(settings, proposer, before)
     if stale is not None and (refresh is None or refresh.adoption > m.iteration):
-        proposal = proposer.propose(before.gamma.gamma, stale.inverse, stale.decayed)
+        proposal = proposer.propose(before.gamma.gamma, stale.inverse)
         return Chosen(proposal, (), stale, refresh, m)
     assert refresh is not None
     best: Proposal | None = None
@@ -67,17 +66,13 @@ def best_proposal(
         with watch("inverse"):
             outcome, repaired = repair(settings, proposer, stale, gamma, outcome)
             events += repaired
-        with watch("inverse"):
-            decayed = _decay_part(settings, outcome, point)
-        proposal = proposer.propose(gamma, outcome, decayed)
-        several = len(refresh.candidates) > 1
-        if several and settings.gamma.criterion == "objective":
-            proposal = _with_change(proposer, proposal)
-        best = proposal if best is None or _value(proposal) < _value(best) else best
+        proposal = proposer.propose(gamma, outcome)
+        if best is None or proposal.step.predicted_change < best.step.predicted_change:
+            best = proposal
         # Nothing is left of the loser when the next one is made.
-        del outcome, decayed, proposal
+        del outcome, proposal
     if best is not None:
-        current = CurrentInverse(best.inverse, refresh.iteration, refresh.lambda_, best.decayed)
+        current = CurrentInverse(best.inverse, refresh.iteration, refresh.lambda_)
         return Chosen(best, refresh.candidates, current, None, m)
     assert failure is not None
     point.check_finite(proposer.curvature)
@@ -87,10 +82,10 @@ def best_proposal(
         events.append(
             Event(EventKind.BLOCK_PLAIN, f"The plain gradient is used for all units: {failure}")
         )
-        current = CurrentInverse(inverse, refresh.iteration, refresh.lambda_, None)
+        current = CurrentInverse(inverse, refresh.iteration, refresh.lambda_)
         return Chosen(proposer.propose(gamma, inverse), (), current, None, m)
     events.append(Event(EventKind.REFRESH_FAILED, f"The inverse stays as it was: {failure}"))
-    proposal = proposer.propose(before.gamma.gamma, stale.inverse, stale.decayed)
+    proposal = proposer.propose(before.gamma.gamma, stale.inverse)
     return Chosen(proposal, (), stale, None, m)
 
 
@@ -121,30 +116,6 @@ def _refresh(
     inverter = Inverter(settings.inverse, curvature, proposer.point.evaluation.world)
     adoption = m.iteration + lag
     return Refresh(m.iteration, adoption, m.lambda_, candidates, curvature, inverter), m
-
-
-def _decay_part(settings: Settings, inverse: DampedInverse, point: Point) -> Matrices | None:
-    """η F̆⁻¹θ, kept apart for the low-rank route, also if the gradient has come by another one [§8]."""
-    evaluation = point.evaluation
-    network, decay = evaluation.network, evaluation.weight_decay
-    shapes = [unit.shape for unit in network.units]
-    if not decay or not settings.inverse.wants_factors(shapes, evaluation.examples, decay.largest):
-        return None
-    if decay.uniform:
-        return tuple(U * decay.usual for U in inverse.mv(network.theta()))
-    return inverse.mv(network.join(decay.times(network.parameters, network.parameters)))
-
-
-def _with_change(proposer: Proposer, proposal: Proposal) -> Proposal:
-    """The proposal with h(θ + δ) − h(θ); NaN is never the lowest."""
-    with proposer.watch("reduction_ratio"):
-        change = proposer.point.evaluation.change(proposal.delta)
-    return replace(proposal, change=math.inf if math.isnan(change) else change)
-
-
-def _value(proposal: Proposal) -> float:
-    """What the best proposal has lowest."""
-    return proposal.step.predicted_change if proposal.change is None else proposal.change
 
 
 def repair(

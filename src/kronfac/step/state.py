@@ -14,7 +14,6 @@ from kronfac.control import (
     StepState,
 )
 from kronfac.curvature import Curvature, DampedInverse
-from kronfac.model import Matrices
 from kronfac.settings import Settings
 from kronfac.step.evaluation import Evaluation
 from kronfac.step.inverses import Inverter
@@ -30,8 +29,6 @@ class CurrentInverse:
     """Iteration of the factors that it was computed from."""
     lambda_: float
     """λ then."""
-    decayed: Matrices | None = None
-    """η F̆⁻¹θ of the step that adopted it, for the low-rank route [MG15 §8]."""
 
 
 @dataclass(frozen=True)

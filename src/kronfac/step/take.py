@@ -338,10 +338,7 @@ def compute_step(
     damping, rho = before.damping, None
     if settings.damping.measures(m.iteration) == "own" and predicted != 0:
         with watch("reduction_ratio"):
-            change = best.change
-            if change is None:
-                change = evaluation.change(best.delta)
-        rho = change / predicted
+            rho = evaluation.change(best.delta) / predicted
         # Without re-scaling M may predict a rise, for which ρ ≈ 1 says nothing good.
         after = replace(after, rho=math.nan if predicted > 0 else rho)
         damping = settings.damping.update(damping, after)
