@@ -217,7 +217,12 @@ def test_equivalent_networks_take_equal_steps(name, method):
     for model in (one, other):
         steps(model, x, method=method, weight_decay=0.0)
     for p, value, start in zip(other.parameters(), values(one, other), before, strict=True):
-        torch.testing.assert_close(p.detach(), value, rtol=1e-7, atol=1e-8)
+        moved = torch.ones_like(p, dtype=torch.bool)
+        if "attention" in name and p.shape == (24,):
+            moved[8:16] = (
+                False  # no output depends on the keys' bias: its gradient is rounding error
+            )
+        torch.testing.assert_close(p.detach()[moved], value[moved], rtol=1e-7, atol=1e-8)
         assert not torch.equal(p, start)
 
 
