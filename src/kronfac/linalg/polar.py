@@ -29,7 +29,7 @@ def polar(M: Tensor) -> Tensor:
     """
     wide = M.shape[-2] <= M.shape[-1]
     X = (M if wide else M.mT).reshape(-1, *sorted(M.shape[-2:]))
-    X = normalized(X) / MARGIN
+    X = normalized(X).div_(MARGIN)
     if X.shape[2] < GRAM_PAYS * X.shape[1]:
         for a, b, c in POLYNOMIALS:
             G = X @ X.mT
@@ -54,7 +54,7 @@ def normalized(X: Tensor) -> Tensor:
     """Return X / ‖X‖_F for every matrix; zeros for zeros."""
     tiny = torch.finfo(X.dtype).tiny
     X = X / X.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=tiny)  # squares may overflow
-    return X / torch.linalg.matrix_norm(X, keepdim=True).clamp(min=tiny)
+    return X.div_(torch.linalg.matrix_norm(X, keepdim=True).clamp(min=tiny))
 
 
 def polar_cost(rows: int, columns: int) -> int:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import set_stance
 from torch.nn import functional
-from torch.overrides import _pop_mode_temporarily
 
 from kronfac.curvature import Inputs
 from kronfac.linalg.spd import add_gram
@@ -119,13 +119,13 @@ def precise(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Output(NamedTuple):
-    """What is known of a tensor that layers have computed."""
+    """A tensor that a layer has computed, perhaps reshaped since."""
 
     tensor: Tensor
-    weights: set[int]
-    """Ids of the layers' weights."""
-    feature: int
-    """Its dimension of features, from the end; 0 if that is not known."""
+    weight: int
+    """The id of the layer's weight."""
+    features_last: bool
+    """Whether its last dimension is the layer's features, all of them."""
 
 
 class _Record:
@@ -162,15 +162,13 @@ class _Record:
                 stored = self._observer.layouts.get(id(p), AS_IT_IS)
                 vectors = layout.arranged(outputs.detach())[..., 0].numel()
                 self._add(p, stored, x, vectors, layout.counts)
-                convolved = 1 - p.dim() if p.dim() > 2 else 0
-                feature = -1 if layout.arrange is None else convolved
-                self.outputs[id(outputs)] = _Output(outputs, {id(p)}, feature)
+                self.outputs[id(outputs)] = _Output(outputs, id(p), layout.arrange is None)
 
     def transposed(self, outputs: Tensor, weight: Tensor, x: Tensor) -> None:
         """outputs = Pᵀ x."""
         if self.knows(weight):
             self._add(weight, MatrixLayout(1), x, x[..., 0].numel())
-            self.outputs[id(outputs)] = _Output(outputs, {id(weight)}, -1)
+            self.outputs[id(outputs)] = _Output(outputs, id(weight), True)
 
     def lookup(self, outputs: Any, weight: Any, *ignored: Any) -> None:
         """outputs = Pᵀ e_i for indices i."""
@@ -261,19 +259,14 @@ class _Mode(SeeFunctions):
         return result
 
     def _pass_on(self, name: str, known: _Output, result: Any) -> None:
-        """Follow outputs of products through a reshape, and notice those that are split."""
-        x = known.tensor
-        for seen in map(self.record.found.__getitem__, known.weights):
-            if (seen.layout.groups, seen.layout.parts) == (1, 1):
-                parts = _parts(name, x, known.feature, result)
-                seen.layout = seen.layout._replace(parts=parts)
+        """Follow the output of a product through a reshape, and notice if it is split."""
+        x, seen = known.tensor, self.record.found[known.weight]
+        if known.features_last and (seen.layout.groups, seen.layout.parts) == (1, 1):
+            seen.layout = seen.layout._replace(parts=_parts(name, x, result))
         for tensor in tensors_of(result):
-            same = tensor.shape == x.shape or (
-                name in ("view", "reshape")
-                and tensor.shape[-1:] == x.shape[-1:]
-                and known.feature == -1
-            )
-            after = _Output(tensor, known.weights, known.feature if same else 0)
+            joined = name in ("view", "reshape") and tensor.shape[-1:] == x.shape[-1:]
+            last = known.features_last and (joined or tensor.shape == x.shape)
+            after = _Output(tensor, known.weight, last)
             self.record.outputs.setdefault(id(tensor), after)
 
     def note_outputs(self, outputs: Any) -> None:
@@ -282,22 +275,18 @@ class _Mode(SeeFunctions):
             outputs = {name: x for name, x in outputs.items() if name != "past_key_values"}
         for tensor in tensors_of(outputs):
             if (known := self.record.outputs.get(id(tensor))) is not None:
-                for key in known.weights:
-                    self.record.found[key].head = True
+                self.record.found[known.weight].head = True
 
 
-def _parts(name: str, x: Tensor, feature: int, result: Any) -> int:
+def _parts(name: str, x: Tensor, result: Any) -> int:
     """Return into how many equal parts the features of x are split: q, k and v, gates, or 1 for none."""
-    if not feature:
-        return 1
-    dim = x.dim() + feature
-    if name in ("chunk", "split") and isinstance(result, (tuple, list)):
-        sizes = {part.shape[dim] for part in result}
-        return len(result) if len(sizes) == 1 and len(result) * max(sizes) == x.shape[dim] else 1
-    if name in ("view", "reshape", "unflatten") and dim == x.dim() - 1:
-        after = result.shape[dim:]  # (3, heads, features) in place of the features
-        whole = len(after) == 3 and after.numel() == x.shape[-1]
-        return 3 if whole and after[0] == 3 and result.shape[:dim] == x.shape[:dim] else 1
+    if name in ("chunk", "split"):
+        sizes = [part.shape[-1] for part in result]
+        return len(sizes) if sizes == [x.shape[-1] // len(sizes)] * len(sizes) else 1
+    before = result.shape[: x.dim() - 1] if isinstance(result, Tensor) else None
+    if name in ("view", "reshape", "unflatten") and before == x.shape[:-1]:
+        after = result.shape[x.dim() - 1 :]  # (3, heads, features) in place of the features
+        return 3 if len(after) == 3 and after[0] == 3 else 1
     return 1
 
 
@@ -315,15 +304,11 @@ class InputObserver:
         self.wanted: Collection[int] = ()
         self.layouts: dict[int, MatrixLayout] = {}
         """Of weights that are packed or stored as (in, out / groups, …), by id."""
-        self.passes = 0
-        """Forward passes that were seen since it was armed."""
         self.found: dict[int, Seen] = {}
-        """What they have shown, by ids of weights."""
+        """What forward passes have shown since it was armed, by ids of weights."""
         self._handles: list[Any] = []
-        self._open: list[tuple[nn.Module, ExitStack]] = []
-        """The calls that are under way, the outermost first, and what they have entered."""
-        self._mode: _Mode | None = None
-        self._thread = 0
+        self._call: tuple[nn.Module, int, _Mode, ExitStack] | None = None
+        """The outermost call under way: its module and thread, what it shows, and what it has entered."""
 
     @property
     def armed(self) -> bool:
@@ -353,59 +338,41 @@ class InputObserver:
     def disarm(self) -> dict[int, Seen]:
         """See no more, and return what was seen."""
         remove_hooks(self._handles)
-        while self._open:  # an interrupt has ended a forward pass without its hooks
-            self._open.pop()[1].close()
-        found, self.found, self.passes, self._handles = self.found, {}, 0, []
-        self.weights, self.layouts, self._mode = {}, {}, None
+        if self._call is not None:  # an interrupt has ended a forward pass without its hooks
+            self._call[-1].close()
+        found, self.found, self._handles, self._call = self.found, {}, [], None
+        self.weights, self.layouts = {}, {}
         return found
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward pre-hook."""
-        outermost, compiled = not self._open, hasattr(module, "_orig_mod")
-        if outermost:
-            in_backward = torch._C._current_graph_task_id() != -1
-            if in_backward or not torch.is_grad_enabled():
-                return
-            self._thread, self._mode = threading.get_ident(), _Mode(self)
-        elif self._thread != threading.get_ident():
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._call is not None or in_backward or not torch.is_grad_enabled():
             return
-        assert self._mode is not None
-        context = ExitStack()
-        if outermost and not compiled:
-            context.enter_context(self._mode)
-        elif compiled and not outermost:  # the compiler would trace the mode
-            context.enter_context(_pop_mode_temporarily())
-        self._open.append((module, context))
+        mode, context = _Mode(self), ExitStack()
+        if not _compiled(module):
+            context.enter_context(mode)
+        self._call = module, threading.get_ident(), mode, context
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         """A forward hook, called also if the forward pass failed."""
-        mine = self._open and self._open[-1][0] is module
-        if not mine or self._mode is None or self._thread != threading.get_ident():
+        if self._call is None or self._call[:2] != (module, threading.get_ident()):
             return
-        mode, returned = self._mode, outputs
-        self._open.pop()[1].close()
-        if outputs is not None and hasattr(module, "_orig_mod"):
-            returned = self._once_more(module._orig_mod, args, kwargs)
-        elif outputs is not None and hasattr(adapter := adapter_for(module), "uses"):
-            for use in adapter.uses(module, args, kwargs, outputs):  # type: ignore[union-attr]
-                factors = [(module._parameters[name], x) for name, x in use.inputs.items()]
-                mode.record.product(use.outputs, factors, Layout(use.arrange))
-        if self._open:
+        (_, _, mode, context), self._call = self._call, None
+        context.close()
+        if not any(tensor.requires_grad for tensor in tensors_of(outputs)):
             return
-        self._mode = None
-        if any(tensor.requires_grad for tensor in tensors_of(outputs)):
-            mode.note_outputs(returned)
-            self.passes += 1
-            for key, new in mode.record.found.items():
-                self.found.setdefault(key, Seen()).merge(new)
+        if _compiled(module):  # the compiler would trace the mode: its own code once more, without
+            with torch.no_grad(), without_traces(module), set_stance("force_eager"), mode:
+                outputs = getattr(module, "_orig_mod", module)(*args, **kwargs)
+        mode.note_outputs(outputs)
+        for key, new in mode.record.found.items():
+            self.found.setdefault(key, Seen()).merge(new)
 
-    def _once_more(self, module: Any, args: Any, kwargs: Any) -> Any:
-        """Run a compiled module's own code on its inputs, without a trace; return its outputs."""
-        assert self._mode is not None
-        with torch.no_grad(), without_traces(module), ExitStack() as context:
-            if not self._open:
-                context.enter_context(self._mode)
-            return module(*args, **kwargs)
+
+def _compiled(module: nn.Module) -> bool:
+    """Whether a module, or one inside of it, is compiled."""
+    return any(hasattr(each, "_orig_mod") for each in module.modules())
 
 
 def _eager_modules(model: nn.Module) -> Iterator[nn.Module]:

@@ -89,43 +89,41 @@ class Treatment(NamedTuple):
 
 
 def choose(
-    p: Tensor, seen: Seen, rows: int, method: str, inputs: InputFactors | None
+    p: Tensor, seen: Seen, method: str, inputs: InputFactors | None
 ) -> tuple[Treatment, str]:
     """What is done with a parameter, and why.
 
     Args:
         p: the parameter.
         seen: what forward passes have shown of it.
-        rows: the vectors that it is multiplied with in a step.
         method: that of its group.
         inputs: whether there are A's.
     """
 
     def treated(method: int) -> Treatment:
-        return Treatment(method, rows, *seen.layout)
+        return Treatment(method, seen.rows, *seen.layout)
 
     if p.dim() < 2 or not p.numel():
         return treated(ADAM), "not a matrix"
     _, m, n = seen.layout.size(p.shape)
     reasons = {
         "an embedding": seen.lookup,
-        "no products with it were seen": not rows,
+        "no products with it were seen": not seen.rows,
         "the last layer": seen.head,
         "one row or column": min(m, n) < 2,
     }
-    why = next((reason for reason, holds in reasons.items() if holds), "")
     if method != "auto":
         return treated(METHODS.index(method)), "chosen by its group"
-    if why:
-        return treated(ADAM), why
-    share = polar_cost(m, n) / (6 * m * n * rows)
+    for reason, holds in reasons.items():
+        if holds:
+            return treated(ADAM), reason
+    share = polar_cost(m, n) / (6 * m * n * seen.rows)
     if share <= POLAR_PAYS:
         return treated(POLAR), f"{share:.2f} of its own products"
-    if treated(WHITENED).has_factor(p, inputs) and n / (3 * rows) <= WHITENING_PAYS:
-        return treated(WHITENED), f"polar would cost {share:.1f} of its own products"
-    return treated(
-        ADAM
-    ), f"polar would cost {share:.1f} of its own products, and whitening is no better"
+    why = f"polar would cost {share:.1f} of its own products"
+    if treated(WHITENED).has_factor(p, inputs) and n / (3 * seen.rows) <= WHITENING_PAYS:
+        return treated(WHITENED), why
+    return treated(ADAM), f"{why}, and whitening is no better"
 
 
 # --------------------------------------------------------------------------------------------- plan

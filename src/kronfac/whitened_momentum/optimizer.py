@@ -126,7 +126,7 @@ class WhitenedMomentum(torch.optim.Optimizer):
             params = [{"params": part, "weight_decay": decay} for part, decay in decays if part]
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "method": method, "momentum": momentum,
-            "betas": tuple(betas), "eps": 1e-8, "iteration": 0, "elapsed": 0.0, "scheduled_lr": None,
+            "betas": tuple(betas), "eps": 1e-8, "iteration": 0, "elapsed": 0.0,
         }  # fmt: skip
         super().__init__(params, defaults)
         self._skipped: Tensor | float = 0.0
@@ -162,8 +162,9 @@ class WhitenedMomentum(torch.optim.Optimizer):
             self._learn(iteration)
         if trained:
             finite = self._finite([_gradient(p) for p in trained])
-            for group in self.param_groups:
-                self._update(group, finite)
+            on_host = finite.device.type == "cpu"  # where reading it waits for nothing
+            for group in self.param_groups if not on_host or finite else ():
+                self._update(group, None if on_host else finite)
         for group in self.param_groups:
             group["iteration"] = iteration + 1
         if self.inputs is not None and self.inputs.due(iteration + 1):
@@ -172,14 +173,23 @@ class WhitenedMomentum(torch.optim.Optimizer):
 
     def _finite(self, gradients: list[Tensor]) -> Tensor:
         """Return 1 if all gradients are finite, else 0, on their device; count the skipped steps."""
-        device = gradients[0].device
-        sums = (g.sum(dtype=precise(g.dtype)) for g in gradients)
-        finite = torch.stack([total.isfinite().to(device) for total in sums]).all().float()
+        alike: dict[Any, list[Tensor]] = {}
+        for g in gradients:
+            alike.setdefault((g.device, g.dtype), []).append(g)
+        found = [torch.zeros((), device=device) for device, _ in alike]
+        for infinite, some in zip(found, alike.values(), strict=True):
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                some, infinite, torch.ones_like(infinite)
+            )
+        finite = 1 - torch.stack([infinite.to(found[0].device) for infinite in found]).amax()
         self._skipped = self._skipped + (1 - finite)
         return finite
 
-    def _update(self, group: dict[str, Any], finite: Tensor) -> None:
-        """Update the parameters of a group, those of equal shape and method together."""
+    def _update(self, group: dict[str, Any], finite: Tensor | None) -> None:
+        """Update the parameters of a group, those of equal shape and method together.
+
+        `finite` is 0 if nothing is to change, else 1; None if that is known to be 1.
+        """
         buckets: dict[Any, list[Tensor]] = {}
         for p in group["params"]:
             if p.grad is None or not p.numel():
@@ -193,11 +203,10 @@ class WhitenedMomentum(torch.optim.Optimizer):
                 key += (size, "inverse" in self.state[p], id(p) if p.numel() >= LARGE else 0)
             buckets.setdefault(key, []).append(p)
         for key, bucket in buckets.items():
-            states, own = [self.state[p] for p in bucket], finite.to(bucket[0].device)
-            if key[0] == ADAM:
-                _update_by_adam(bucket, states, group, own)
-            else:
-                _update_matrices(bucket, states, group, own)
+            states = [self.state[p] for p in bucket]
+            own = None if finite is None else finite.to(bucket[0].device)
+            update = _update_by_adam if key[0] == ADAM else _update_matrices
+            update(bucket, states, group, own)
 
     # ----------------------------------------------------------------------------- methods and factors
 
@@ -222,32 +231,31 @@ class WhitenedMomentum(torch.optim.Optimizer):
 
     def _learn(self, iteration: int) -> None:
         """Take over what forward passes have shown, on all ranks."""
-        passes, found = self._observer.passes, self._observer.disarm()
+        found = self._observer.disarm()
         world, parameters = World.current(), self._parameters()
         facts = {
             str(n): [*map(int, (*seen.layout, seen.rows, seen.lookup, seen.head))]
             for n, p in enumerate(parameters)
             if (seen := found.get(id(p))) is not None
         }
-        merged: dict[int, Seen] = {}
-        for told in world.exchange(facts, device_of(self.model), "statistics"):
-            for n, (transposed, groups, parts, *rest) in told.items():
-                new = Seen(MatrixLayout(transposed, groups, parts), *rest)
-                merged.setdefault(int(n), Seen()).merge(new)
-        self._shown |= {id(parameters[n]): seen for n, seen in merged.items()}
+        # Ranks decide alike: by what the first of them has seen.
+        facts = world.exchange(facts, device_of(self.model), "statistics")[0]
+        for n, numbers in facts.items():
+            seen = Seen(MatrixLayout(*numbers[:3]), *numbers[3:])
+            self._shown[id(parameters[int(n)])] = seen
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p.numel() and not self.state[p]:
                     self._begin(p, group["method"])
-        if not (passes or self._shown or iteration):
+        if not (self._shown or iteration):
             warn(
-                "WhitenedMomentum has seen no forward pass of its model with gradients, and uses Adam for "
-                "all parameters. Give it the module that the loop calls, compiled if that is."
+                "WhitenedMomentum has seen no product of a weight in a forward pass with gradients, and "
+                "uses Adam for all parameters. Give it the module that the loop calls, compiled if that is."
             )
         if self.inputs is None or not self.inputs.due(iteration):
             return
-        known = [parameters[n] for n in sorted(merged) if self.state.get(parameters[n])]
-        sampled = [p for p in known if self._sampled(p)]
+        known = [parameters[int(n)] for n in facts]
+        sampled = [p for p in known if self.state.get(p) and self._sampled(p)]
         grams, counts = [], []
         for p in sampled:
             seen, treatment = found.get(id(p), Seen()), self._treatment(p)
@@ -263,7 +271,7 @@ class WhitenedMomentum(torch.optim.Optimizer):
     def _begin(self, p: Tensor, method: str) -> None:
         """Choose the method of a parameter, which it keeps, and make its state."""
         seen, state = self._shown.get(id(p), Seen()), self.state[p]
-        treatment, _ = choose(p, seen, seen.rows // World.current().size, method, self.inputs)
+        treatment, _ = choose(p, seen, method, self.inputs)
         state["treatment"] = tuple(treatment)
         zeros = torch.zeros_like(p, dtype=precise(p.dtype))
         if treatment.method == ADAM:
@@ -305,14 +313,12 @@ class WhitenedMomentum(torch.optim.Optimizer):
             return
         factor = max(0.0, min((done + ahead) / WARM_UP, 1 - done))
         for group in self.param_groups:
-            if group["scheduled_lr"] is None:
-                group["peak_lr"] = group["scheduled_lr"] = group["lr"]
-            if "initial_lr" in group or group["lr"] != group["scheduled_lr"]:
+            if "initial_lr" in group:
                 raise LoopError(
                     "WhitenedMomentum was given steps or seconds and sets the learning rate itself, but a "
-                    "scheduler or the loop sets it too. Leave out one of them."
+                    "scheduler sets it too. Leave out one of them."
                 )
-            group["lr"] = group["scheduled_lr"] = group["peak_lr"] * factor
+            group["lr"] = group.setdefault("peak_lr", group["lr"]) * factor
 
     # ------------------------------------------------------------------------------- torch's contract
 
@@ -320,22 +326,22 @@ class WhitenedMomentum(torch.optim.Optimizer):
         """Train further parameters, such as those of a layer that was added to the model."""
         super().add_param_group(param_group)
         group, number = self.param_groups[-1], len(self.param_groups) - 1
-        for key in ("lr", "weight_decay"):
-            if not 0 <= float(group[key]) < math.inf:
+        small, share = "finite and not negative", "at least 0 and below 1"
+        for key, rule, holds in (
+            ("lr", small, lambda rate: 0 <= float(rate) < math.inf),
+            ("weight_decay", small, lambda decay: 0 <= decay < math.inf),
+            ("momentum", share, lambda beta: 0 <= beta < 1),
+            (
+                "betas",
+                f"two numbers {share}",
+                lambda betas: [0 <= b < 1 for b in betas] == [True] * 2,
+            ),
+            ("method", f"one of {('auto', *METHODS)}", ("auto", *METHODS).__contains__),
+        ):
+            if not holds(group[key]):
                 raise ValueError(
-                    f"WhitenedMomentum's {key} is finite and not negative; group {number} has "
-                    f"{group[key]!r}."
+                    f"WhitenedMomentum's {key} is {rule}; group {number} has {group[key]!r}."
                 )
-        rates = (group["momentum"], *group["betas"])
-        if len(rates) != 3 or not all(0 <= rate < 1 for rate in rates):
-            raise ValueError(
-                "WhitenedMomentum's momentum and both betas are at least 0 and below 1; got "
-                f"{group['momentum']!r} and {group['betas']!r}."
-            )
-        if group["method"] not in ("auto", *METHODS):
-            raise ValueError(
-                f"WhitenedMomentum's method is one of {('auto', *METHODS)}; got {group['method']!r}."
-            )
         self._refuse(group["params"])
         group["iteration"] = self.param_groups[0]["iteration"]
         if hasattr(self, "_observer"):
@@ -344,7 +350,7 @@ class WhitenedMomentum(torch.optim.Optimizer):
     def _refuse(self, parameters: Sequence[Tensor]) -> None:
         """Refuse complex parameters and sparse gradients."""
         for p in parameters:
-            sparse = p.grad is not None and p.grad.layout != torch.strided
+            sparse = p.grad is not None and p.grad.layout is not torch.strided
             if sparse or p.is_complex():
                 what = "has a sparse gradient" if sparse else "is complex"
                 raise ValueError(
@@ -407,7 +413,7 @@ class WhitenedMomentum(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 seen = found.get(id(p), Seen())
-                treatment, why = choose(p, seen, seen.rows, group["method"], self.inputs)
+                treatment, why = choose(p, seen, group["method"], self.inputs)
                 rows.append(planned(self._name(p), p, treatment, why, self.inputs))
         products, added, size = (
             sum(getattr(row, name) for row in rows) for name in ("products", "added", "bytes")
@@ -428,30 +434,30 @@ def _update_matrices(
     bucket: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
     group: dict[str, Any],
-    finite: Tensor,
+    finite: Tensor | None,
 ) -> None:
     """Update weights of equal shape and method."""
     momenta = [state["momentum"] for state in states]
+    gradients = [_gradient(p).to(M.dtype) for p, M in zip(bucket, momenta, strict=True)]
+    rate, beta = group["lr"], group["momentum"]
+    if finite is not None:
+        # In place of a gradient that is not finite the momentum itself, which stays as it is.
+        pairs, rate = zip(gradients, momenta, strict=True), rate * finite
+        gradients = [torch.where(finite > 0, g, M) for g, M in pairs]
+    torch._foreach_lerp_(momenta, gradients, 1 - beta)
+    D = torch._foreach_lerp(gradients, momenta, beta)
     treatments = [Treatment(*state["treatment"]) for state in states]
-    good, finite, beta = finite > 0, finite.to(momenta[0].dtype), group["momentum"]
-    # In place of a gradient that is not finite the momentum itself, which stays as it is.
-    D = [
-        torch.where(good, _gradient(p).to(M.dtype), M) for p, M in zip(bucket, momenta, strict=True)
-    ]
-    torch._foreach_lerp_(momenta, D, 1 - beta)
-    torch._foreach_lerp_(D, momenta, beta)
     matrices = [t.layout.split(each) for t, each in zip(treatments, D, strict=True)]
     if "inverse" in states[0]:
         inverses = [state["inverse"] for state in states]
         matrices = [_times(each, M) for each, M in zip(matrices, inverses, strict=True)]
     X = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
     X = normalized(polar(X) if treatments[0].method == POLAR else X)
-    X = X * (-group["lr"] * RMS * math.sqrt(X.shape[1] * X.shape[2]) * finite)
-    kept = 1 - group["lr"] * group["weight_decay"] * finite
+    X = X * (-rate * RMS * math.sqrt(X.shape[1] * X.shape[2]))
     parts = X.split(len(X) // len(bucket))
     for p, treatment, part in zip(bucket, treatments, parts, strict=True):
         own = p.to(part.dtype)  # the parameter itself in full precision
-        own.mul_(kept).add_(treatment.layout.join(part, p.shape))
+        own.mul_(1 - rate * group["weight_decay"]).add_(treatment.layout.join(part, p.shape))
         if own is not p:
             p.copy_(own)
 
@@ -465,7 +471,7 @@ def _update_by_adam(
     bucket: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
     group: dict[str, Any],
-    finite: Tensor,
+    finite: Tensor | None,
 ) -> None:
     """Update parameters by torch's AdamW, which skips a step by itself."""
     exact = states[0]["exp_avg"].dtype
@@ -478,7 +484,7 @@ def _update_by_adam(
         [],
         [state["step"] for state in states],
         fused=True,
-        found_inf=1 - finite,
+        found_inf=None if finite is None else 1 - finite,
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],
