@@ -168,21 +168,6 @@ def test_nothing_is_touched():
     graph.backward()  # it is still valid
 
 
-def test_a_step_after_a_plan_is_the_step_without():
-    results = []
-    for planned in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 5))
-        x = torch.randn(20, 6)
-        if planned:
-            plan(model, nn.CrossEntropyLoss(), x)
-        optimizer = KFAC(model, nn.CrossEntropyLoss())
-        take_steps(optimizer, x)
-        results.append([t.clone() for t in model.state_dict().values()])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-
-
 # ----------------------------------------------------------------------------------------------- rows
 
 

@@ -69,13 +69,3 @@ def test_the_advice_fits_the_cause(cause):
     (message,) = told_of(3 * [True], REJECTED_BY[cause])
     assert ("shuffle" in message.lower()) == (cause == "noise")
     assert ("float64" in message) == (cause == "rounding")
-
-
-def test_the_first_refused_step_warns_with_its_cause():
-    event = Event(EventKind.REFUSED, "The loss is nan.")
-    warn_of = EventWarnings()
-    with pytest.warns(UserWarning, match=r"KFAC refused a step at iteration 1: The loss is nan\."):
-        warn_of(StepReport(1, 1.0, 1.0, 1.0, events=(event,)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_of(StepReport(2, 1.0, 1.0, 1.0, events=(event,)))

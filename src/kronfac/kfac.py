@@ -180,7 +180,7 @@ class KFAC(torch.optim.Optimizer):
             check_group(group, number)
         self._warn_of_rate(self.param_groups)
         moves = any(float(group["lr"]) for group in self.param_groups)
-        if closure is None and not moves and not self._recorder.forwards:
+        if closure is None and not moves and not self._recorder.since.forwards:
             self._show_momentum(anyway=True)
             return None
         before = self.report
@@ -250,9 +250,6 @@ class KFAC(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state, bit for bit; a state that does not fit changes nothing.
 
-        A state without `"kfac"`, from torch's distributed checkpoints, has the momentum buffers and the
-        options of the groups: statistics and λ are then found anew.
-
         Raises:
             StateError: it is of another model, kind of inverse or version, or damaged.
         """
@@ -266,6 +263,8 @@ class KFAC(torch.optim.Optimizer):
         self._versions = None
         self.state.clear()
         self._become(loaded.state)
+        if loaded.state.refresh is not None:
+            loaded.state.refresh.begin()
         for group, options in zip(self.param_groups, loaded.options, strict=True):
             kept = group["params"]
             group.clear()
@@ -278,7 +277,7 @@ class KFAC(torch.optim.Optimizer):
         under_way, self._state = self._state.refresh, state
         self._show_momentum()
         if under_way is not None and under_way is not state.refresh:
-            under_way.outcomes.give_up()
+            under_way.give_up()
 
     def _show_momentum(self, anyway: bool = False) -> None:
         """Show the momentum buffer in `state`, where torch looks for what belongs to a parameter.

@@ -25,8 +25,6 @@ from kronfac.curvature import (
 from kronfac.distributed import World, averages_gradients, inner_model, refuse_distributed
 from kronfac.errors import (
     LoopError,
-    NonFiniteError,
-    NotPositiveDefiniteError,
     RankError,
     StateError,
 )
@@ -35,7 +33,6 @@ from kronfac.model import (
     Blocks,
     Buffers,
     Network,
-    check_moments,
     dot,
     find_units,
     refuse_changes,
@@ -54,10 +51,10 @@ from kronfac.settings import (
     inverse_of,
 )
 from kronfac.step import saving
-from kronfac.step.background import prepare
 from kronfac.step.collect import Scaling, evaluate_loop, join_ranks
 from kronfac.step.evaluation import Evaluation
 from kronfac.step.examples import choose_examples, update_curvature
+from kronfac.step.inverses import Inverter
 from kronfac.step.state import CurrentInverse, State, initial_state
 from kronfac.warn import warn
 
@@ -219,7 +216,7 @@ class Preconditioner:
                 "Preconditioner.step() replaces gradients, but no parameter has one. Call loss.backward() "
                 "before step(), and zero_grad() after the optimizer's step()."
             )
-        if self._recorder.watch.added_to_old:
+        if self._recorder.since.added_to_old:
             self._warn(
                 "zero_grad",
                 "loss.backward() has added to gradients that the last Preconditioner.step() has "
@@ -269,11 +266,8 @@ class Preconditioner:
                 "Preconditioner.load_state_dict takes what Preconditioner.state_dict returned; got "
                 f"{type(state_dict).__name__} with {sorted(map(str, given))}."
             )
-        units = self.network.units
-        state, order, learned = saving.unpack_state(given["kfac"], units, self.settings, 0.0)
-        network = self.network.continued(order, state.curvature, learned)
-        check_moments(state.curvature, network.units)
-        self.network, self._state = network, state
+        state, network = saving.unpack_state(given["kfac"], self.network, self.settings, 0.0)
+        self._state, self.network = state, network
         self.steps, self._updated, self._refreshed = counts
 
     def close(self) -> None:
@@ -363,14 +357,13 @@ class Preconditioner:
         if current and (current.iteration, current.lambda_) == (state.iteration, damping):
             return state  # there is nothing new to invert
         old = None if state.current is None else state.current.inverse
-        failure = ""
-        try:
-            prepared = prepare(self.settings.inverse, state.curvature, self._world)
-            made = prepared.damped(math.sqrt(damping))
+        inverter = Inverter(self.settings.inverse, state.curvature, self._world)
+        made = inverter.damped(math.sqrt(damping))
+        if isinstance(made, Exception):
+            inverse, failure = old, str(made)
+        else:
             failure = "; ".join(message for _, message in made.failures)
             inverse = made.completed_by(old)
-        except (NonFiniteError, NotPositiveDefiniteError) as error:
-            inverse, failure = old, str(error)
         if failure:
             what = "gradients stay as they are" if inverse is None else "the last one stays in use"
             self._warn("inverse", f"There is no inverse: {failure} {what}. Raise the damping.")

@@ -9,8 +9,8 @@ for classes from outside the package. Its `shapes` are the shapes that its tenso
 """
 
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import Field, fields, is_dataclass
 from typing import (
     Annotated,
     Any,
@@ -34,6 +34,9 @@ CLASS = "class"
 """The entry that names the class."""
 PER_UNIT = "per unit"
 """Marks the hint of a vector in parameter space."""
+UNSAVED = {"saved": False}
+"""Metadata of a field that is not written, and has its default when the rest is read."""
+CPU = torch.device("cpu")
 
 
 class Layout(NamedTuple):
@@ -117,88 +120,89 @@ def _fits(sizes: Sequence[int], shape: Shape, known: dict[str, int]) -> bool:
 def pack(value: Any) -> Any:
     """Plain dicts, lists, tensors and numbers."""
     if is_dataclass(value) and not isinstance(value, type):
-        packed = {f.name: pack(getattr(value, f.name)) for f in fields(value)}
-        return (
-            {CLASS: qualified_name(type(value)), **packed}
-            if isinstance(value, Storable)
-            else packed
-        )
+        named = {CLASS: qualified_name(type(value))} if isinstance(value, Storable) else {}
+        return named | {f.name: pack(getattr(value, f.name)) for f in saved_fields(type(value))}
     if isinstance(value, dict):
         return {key: pack(item) for key, item in value.items()}
     return [pack(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def unpack(packed: Any) -> Any:
-    """The `Storable` that `pack` made plain, on the CPU.
-
-    Raises:
-        StateError: see `Unpacker`.
-    """
-    return Unpacker(torch.device("cpu")).unpack(Storable, packed)
+def saved_fields(kind: type) -> list[Field[Any]]:
+    """The fields of a dataclass that are written."""
+    return [f for f in fields(kind) if f.metadata.get("saved", True)]
 
 
-class Unpacker:
-    """Reads what `pack` made plain, onto a device; a tensor in two places stays one tensor.
+def unpack(
+    packed: Any,
+    kind: Any = Storable,
+    device: torch.device = CPU,
+    *,
+    name: str = "",
+    dtype: torch.dtype | None = None,
+    units: Sequence[Layout] | None = None,
+    classes: Iterable[type] = (),
+) -> Any:
+    """The value that `pack` made plain; a tensor in two places stays one tensor.
 
     Args:
+        packed: of a `Storable`, or of what `kind` says.
+        kind: its type, which may be any type hint.
         device: of all tensors.
+        name: for errors.
+        dtype: of all floating-point tensors; None for that of each.
         units: what vectors in parameter space have to fit; None if that is not known.
         classes: preferred to others of the same name, as when a notebook defines a class again.
+
+    Raises:
+        StateError: something is missing, unknown or of another type, or a tensor is not finite.
     """
+    known = Storable._classes | {qualified_name(kind): kind for kind in classes}
+    return _Reader(device, dtype, units, known).read(kind, packed, name)
+
+
+class _Reader:
+    """Reads one value by its type hints; see `unpack`."""
 
     def __init__(
         self,
         device: torch.device,
-        units: Sequence[Layout] | None = None,
-        classes: Iterable[type] = (),
+        dtype: torch.dtype | None,
+        units: Sequence[Layout] | None,
+        classes: Mapping[str, type],
     ) -> None:
-        self._device, self._units = device, units
-        self._classes = Storable._classes | {qualified_name(kind): kind for kind in classes}
+        self._device, self._dtype, self._units, self._classes = device, dtype, units, classes
         self._placed: dict[int, Tensor] = {}
 
-    def unpack(self, kind: type[T], packed: Any, name: str = "") -> T:
-        """The value of this type, which may be any type hint; `name` is for errors.
-
-        Raises:
-            StateError: something is missing, unknown or of another type, or a tensor is not finite.
-        """
-        value: T = self._value(kind, packed, name)
-        return value
-
-    def _value(self, hint: Any, packed: Any, name: str, marks: Sequence[Any] = ()) -> Any:
+    def read(self, hint: Any, packed: Any, name: str) -> Any:
+        marks: list[Any] = []
+        if get_origin(hint) is Annotated:
+            hint, *marks = get_args(hint)
         origin, arguments = get_origin(hint), get_args(hint)
-        if origin is Annotated:
-            return self._value(arguments[0], packed, name, arguments[1:])
+        hints = [hint]
         if origin in (Union, types.UnionType):
-            return self._alternative(arguments, packed, name)
+            if packed is None and types.NoneType in arguments:
+                return None
+            hints = [one for one in arguments if one is not types.NoneType]
+            if len(hints) == 1:
+                return self.read(hints[0], packed, name)
         if origin is tuple and isinstance(packed, (list, tuple)):
             return self._tuple(arguments, packed, name, PER_UNIT in marks)
-        if isinstance(packed, dict):
-            return self._mapping(hint, packed, name)
-        if hint is Tensor and isinstance(packed, Tensor):
+        if isinstance(packed, dict) and origin is dict:
+            return {key: self.read(arguments[1], v, f"{name}.{key}") for key, v in packed.items()}
+        if isinstance(packed, dict) and all(isinstance(one, type) for one in hints):
+            return self._dataclass(hints, packed, name)
+        return self._leaf(hints, packed, name)
+
+    def _leaf(self, hints: Sequence[Any], packed: Any, name: str) -> Any:
+        """A tensor, a number, a bool or a string."""
+        if isinstance(packed, Tensor) and Tensor in hints:
             return self._tensor(packed, name)
-        return _scalar(hint, packed, name)
-
-    def _mapping(self, hint: Any, packed: dict[str, Any], name: str) -> Any:
-        if get_origin(hint) is dict:
-            kind = get_args(hint)[1]
-            return {key: self._value(kind, item, f"{name}.{key}") for key, item in packed.items()}
-        if not isinstance(hint, type):
-            raise StateError(_mismatch([hint], packed, name))
-        plain = is_dataclass(hint) and not issubclass(hint, Storable)
-        return self._fields(hint, packed, name) if plain else self._named([hint], packed, name)
-
-    def _alternative(self, hints: Sequence[Any], packed: Any, name: str) -> Any:
-        if packed is None and types.NoneType in hints:
-            return None
-        some = [hint for hint in hints if hint is not types.NoneType]
-        if len(some) == 1:
-            return self._value(some[0], packed, name)
-        if type(packed) in some:
-            return self._value(type(packed), packed, name)
-        if not isinstance(packed, dict):
-            raise StateError(_mismatch(some, packed, name))
-        return self._named([hint for hint in some if isinstance(hint, type)], packed, name)
+        if float in hints and type(packed) is int:
+            packed = float(packed)
+        plain = [one for one in hints if one in (bool, int, float, str)]
+        if not isinstance(packed, tuple(plain)) or isinstance(packed, bool) != (bool in plain):
+            raise StateError(_mismatch(hints, packed, name))
+        return packed
 
     def _tuple(
         self, hints: Sequence[Any], packed: Sequence[Any], name: str, per_unit: bool
@@ -207,12 +211,16 @@ class Unpacker:
             hints = [hints[0]] * len(packed)
         if len(hints) != len(packed):
             raise StateError(f"{_whose(name)} must have {len(hints)} items; got {len(packed)}.")
-        items = tuple(
-            self._value(hint, item, f"{name}[{i}]")
-            for i, (hint, item) in enumerate(zip(hints, packed, strict=True))
-        )
+        pairs = enumerate(zip(hints, packed, strict=True))
+        items = tuple(self.read(hint, item, f"{name}[{i}]") for i, (hint, item) in pairs)
         if per_unit and self._units is not None:
-            _check_vector(items, self._units, name)
+            if len(items) != len(self._units):
+                raise StateError(
+                    f"{_whose(name)} must have one matrix for each of {len(self._units)} units; got "
+                    f"{len(items)}."
+                )
+            for V, unit in zip(items, self._units, strict=True):
+                _check_tensor(V, [(unit.rows, unit.columns)], unit, name, {})
         return items
 
     def _tensor(self, packed: Tensor, name: str) -> Tensor:
@@ -221,59 +229,37 @@ class Unpacker:
                 raise StateError(
                     f"{_whose(name)} must be finite; it holds NaN or infinity. Load an earlier state."
                 )
-            self._placed[id(packed)] = packed.detach().clone().to(self._device)
+            dtype = self._dtype if packed.is_floating_point() else None
+            self._placed[id(packed)] = packed.detach().clone().to(self._device, dtype)
         return self._placed[id(packed)]
 
-    def _named(self, kinds: Sequence[type], packed: dict[str, Any], name: str) -> Any:
-        """The `Storable` that `packed` names, if it is of one of these kinds."""
-        given = packed.get(CLASS)
-        kind = self._classes.get(given) if isinstance(given, str) else None
-        if kind is None:
-            raise StateError(
-                f"{_whose(name)} is of class {given!r}, which is not known here. If it is one of your "
-                "own, import what defines it first."
-            )
-        rest = {key: item for key, item in packed.items() if key != CLASS}
-        value = self._fields(kind, rest, name)
-        if not isinstance(value, tuple(kinds)):
-            raise StateError(_mismatch(kinds, value, name))
-        return value
-
-    def _fields(self, kind: type, packed: dict[str, Any], name: str) -> Any:
+    def _dataclass(self, kinds: Sequence[type], packed: dict[str, Any], name: str) -> Any:
+        """The dataclass that is wanted, or the `Storable` that `packed` names if it is of these kinds."""
+        kind: type | None = kinds[0]
+        if not is_dataclass(kind) or issubclass(kind, Storable):
+            given = packed.get(CLASS)
+            kind = self._classes.get(given) if isinstance(given, str) else None
+            if kind is None:
+                raise StateError(
+                    f"{_whose(name)} is of class {given!r}, which is not known here. If it is one of "
+                    "your own, import what defines it first."
+                )
+            packed = {key: item for key, item in packed.items() if key != CLASS}
         hints = get_type_hints(kind, include_extras=True)
-        names = [f.name for f in fields(kind)]
+        names = [f.name for f in saved_fields(kind)]
         if missing := [field for field in names if field not in packed]:
             raise StateError(f"{_whose(name)} is incomplete: it has no {missing}.")
         if unknown := [key for key in packed if key not in names]:
             raise StateError(f"{_whose(name)} has entries that are not known here: {unknown}.")
         prefix = f"{name}." if name else ""
-        values = {
-            field: self._value(hints[field], packed[field], prefix + field) for field in names
-        }
+        values = {field: self.read(hints[field], packed[field], prefix + field) for field in names}
         try:
-            return kind(**values)
+            value = kind(**values)
         except (TypeError, ValueError) as error:
             raise StateError(f"{_whose(name)} can't be a {kind.__name__}: {error}") from error
-
-
-def _check_vector(vector: Sequence[Tensor], units: Sequence[Layout], name: str) -> None:
-    """Refuse what is no vector in the space of these units' parameters."""
-    if len(vector) != len(units):
-        raise StateError(
-            f"{_whose(name)} must have one matrix for each of {len(units)} units; got {len(vector)}."
-        )
-    for V, unit in zip(vector, units, strict=True):
-        _check_tensor(V, [(unit.rows, unit.columns)], unit, name, {})
-
-
-def _scalar(hint: Any, packed: Any, name: str) -> Any:
-    """A number, a bool or a string."""
-    if hint is float and type(packed) is int:
-        packed = float(packed)
-    known = hint in (int, float, bool, str) and isinstance(packed, hint)
-    if not known or isinstance(packed, bool) != (hint is bool):
-        raise StateError(_mismatch([hint], packed, name))
-    return packed
+        if not isinstance(value, tuple(kinds)):
+            raise StateError(_mismatch(kinds, value, name))
+        return value
 
 
 def _mismatch(hints: Sequence[Any], packed: Any, name: str) -> str:
@@ -286,20 +272,6 @@ def _whose(name: str) -> str:
     return f"The state's {name}" if name else "The state"
 
 
-def map_tensors(packed: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """What `pack` made, with other tensors; a tensor in two places stays one tensor."""
-    made: dict[int, Tensor] = {}
-
-    def apply(item: Any) -> Any:
-        if isinstance(item, Tensor):
-            return made.setdefault(id(item), change(item))
-        if isinstance(item, dict):
-            return {key: apply(value) for key, value in item.items()}
-        return [apply(value) for value in item] if isinstance(item, (list, tuple)) else item
-
-    return apply(packed)
-
-
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors of such a value."""
     if isinstance(value, Tensor):
@@ -309,5 +281,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         return tensors_in(list(value.values()))
     if is_dataclass(value) and not isinstance(value, type):
-        return [t for field in fields(value) for t in tensors_in(getattr(value, field.name))]
+        return [
+            t for field in saved_fields(type(value)) for t in tensors_in(getattr(value, field.name))
+        ]
     return []

@@ -25,18 +25,15 @@ from tests.curvature.problems import curvature_from, network
 from tests.curvature.test_estimate import curvature_of
 from tests.reference import dense
 
-SOLVERS = ["decomposition", "smith"]
-each_solver = pytest.mark.parametrize("solver", SOLVERS)
 GAMMA = 0.2
 
 
-@each_solver
-def test_uncorrelated_layers_are_block_diagonal(solver):
+def test_uncorrelated_layers_are_block_diagonal():
     A, G, shapes = network("deep")
     plain = curvature_from(A, G)
     links = (Link(torch.zeros_like(k.A_next), torch.zeros_like(k.G_next)) for k in plain.links)
     apart = replace(plain, links=tuple(links))
-    tridiagonal = BlockTridiagonalInverse(solver=solver).prepare(apart).damped(GAMMA)
+    tridiagonal = BlockTridiagonalInverse().prepare(apart).damped(GAMMA)
     diagonal = BlockDiagonalInverse().prepare(plain).damped(GAMMA)
     assert_relative(as_matrix(tridiagonal.mv, shapes), as_matrix(diagonal.mv, shapes))
 
@@ -95,13 +92,12 @@ def truth(gamma: float):
     return damped.mv([V.double() for V in vector(0)])
 
 
-@each_solver
 @pytest.mark.parametrize("gamma", [1.0, 1e-5**0.5])
-def test_float32_with_rank_deficient_statistics(solver, gamma):
+def test_float32_with_rank_deficient_statistics(gamma):
     """λ₀ = 1 and the paper's η = 1e-5 as γ²: finite, positive, and close to the float64 inverse."""
     curvature = image_statistics()
     assert torch.linalg.matrix_rank(curvature.blocks[0].A) <= CASES
-    damped = BlockTridiagonalInverse(solver=solver).prepare(curvature).damped(gamma)
+    damped = BlockTridiagonalInverse().prepare(curvature).damped(gamma)
     for seed in range(3):
         V = vector(seed)
         U = damped.mv(V)
@@ -125,8 +121,7 @@ def test_float32_at_the_smallest_gamma_stays_positive():
 # ------------------------------------------------------------------------------- units outside chains
 
 
-@each_solver
-def test_units_without_a_link_are_inverted_by_themselves(solver):
+def test_units_without_a_link_are_inverted_by_themselves():
     """The chain 0–1, then 2 alone, and a diagonal block: three inverses side by side."""
     A, G, shapes = network("deep")
     whole = curvature_from(A, G)
@@ -134,7 +129,7 @@ def test_units_without_a_link_are_inverted_by_themselves(solver):
     split = Curvature(
         (*whole.blocks[:3], DiagonalMoments(D)), (whole.links[0], None, None), whole.examples
     )
-    damped = BlockTridiagonalInverse(solver=solver).prepare(split).damped(GAMMA)
+    damped = BlockTridiagonalInverse().prepare(split).damped(GAMMA)
     assert [getattr(piece, "length", 1) for piece in damped.pieces] == [2, 1, 1]
     damped_A, damped_G = dense.factored_tikhonov(A, G, GAMMA)
     chain = dense.kron_fisher(*([row[:2] for row in M[:2]] for M in (damped_A, damped_G)))
@@ -162,11 +157,10 @@ def without(curvature, number):
     return replace(curvature, blocks=tuple(blocks))
 
 
-@each_solver
 @pytest.mark.parametrize("bad", range(4))
-def test_a_unit_without_an_inverse_divides_its_chain_in_two(bad, solver):
+def test_a_unit_without_an_inverse_divides_its_chain_in_two(bad):
     A, G, shapes = network("deep")
-    strategy = BlockTridiagonalInverse(solver=solver)
+    strategy = BlockTridiagonalInverse()
     damped = strategy.prepare(without(curvature_from(A, G), bad)).damped(GAMMA)
     ((number, message),) = damped.failures
     assert number == bad
@@ -186,12 +180,11 @@ def test_a_unit_without_an_inverse_divides_its_chain_in_two(bad, solver):
     assert_relative(found, torch.block_diag(*parts))
 
 
-@each_solver
 @pytest.mark.parametrize("bad", range(4))
-def test_a_unit_without_an_inverse_keeps_its_place_in_the_old_chain(bad, solver):
+def test_a_unit_without_an_inverse_keeps_its_place_in_the_old_chain(bad):
     """Its old Σ⁻¹, the block of Λ: what is left of Ξᵀ Λ Ξ if the unit's Ψ are left out."""
     A, G, shapes = network("deep")
-    strategy = BlockTridiagonalInverse(solver=solver)
+    strategy = BlockTridiagonalInverse()
     whole = curvature_from(A, G)
     old = strategy.prepare(whole).damped(2 * GAMMA)
     new = strategy.prepare(without(whole, bad)).damped(GAMMA)
@@ -226,7 +219,5 @@ def test_sigma_in_the_old_chain_is_a_conditional_covariance():
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match="solver is one of"):
-        BlockTridiagonalInverse(solver="cg")
     with pytest.raises(ValueError, match="FactoredTikhonov only"):
         BlockTridiagonalInverse(ExactTikhonov())

@@ -26,17 +26,6 @@ def rows(seed: int, count: int = 6) -> list[torch.Tensor]:
     return [normal(count, width, seed=seed + i) for i, width in enumerate(WIDTHS)]
 
 
-def moments(*all_rows: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Sums of outer products, one row at a time."""
-    result = {"own": [], "next": []}
-    for i in range(len(WIDTHS)):
-        result["own"].append(sum(torch.outer(x, x) for r in all_rows for x in r[i]))
-    for i in range(len(WIDTHS) - 1):
-        pairs = [(x, y) for r in all_rows for x, y in zip(r[i], r[i + 1], strict=True)]
-        result["next"].append(sum(torch.outer(x, y) for x, y in pairs))
-    return result
-
-
 @dataclass(frozen=True)
 class Part:
     """A micro-batch whose inputs and gradients are given."""
@@ -104,28 +93,6 @@ def test_decay_is_that_of_a_plain_average_up_to_its_ceiling(iteration, ceiling, 
 def test_without_a_ceiling_it_is_the_papers_or_that_of_momentum(iteration, memory, expected):
     assert ema_decay(iteration, memory=memory) == pytest.approx(expected, rel=1e-15)
     assert ema_decay(iteration, 0.5, memory) == 0.5
-
-
-def assert_sums(value, a, g):
-    """`a` and `g` are lists of what the parts have."""
-    count = sum(len(part[0]) for part in a)
-    for i, block in enumerate(value.blocks):
-        assert_close(block.A, moments(*a)["own"][i] / count, **ALGEBRA)
-        assert_close(block.G, 3.0 * moments(*g)["own"][i], **ALGEBRA)
-    for i, link in enumerate(value.links):
-        assert_close(link.A_next, moments(*a)["next"][i] / count, **ALGEBRA)
-        assert_close(link.G_next, 3.0 * moments(*g)["next"][i], **ALGEBRA)
-
-
-def test_without_a_past_it_is_the_weighted_sum_of_outer_products():
-    value = averaged(None, 0.9, (rows(0), rows(5)))
-    assert len(value.links) == 2
-    assert_sums(value, [rows(0)], [rows(5)])
-
-
-def test_parts_add_up():
-    a, g = [rows(0, 6), rows(10, 2), rows(20, 1)], [rows(5, 6), rows(15, 2), rows(25, 1)]
-    assert_sums(averaged(None, 0.0, *zip(a, g, strict=True)), a, g)
 
 
 def test_the_first_iterations_are_a_plain_average():

@@ -16,7 +16,6 @@ from kronfac.curvature import (
     SampledFisher,
 )
 from kronfac.curvature.estimate import Sample, estimate
-from kronfac.errors import ClosureError
 from kronfac.linearize import linearize
 from kronfac.model import Network
 from kronfac.objective import Categorical, Gaussian
@@ -127,41 +126,6 @@ def test_without_neighbours_only_the_diagonal_blocks_are_kept():
     assert all(torch.equal(left, right) for left, right in pairs)
 
 
-@pytest.mark.parametrize("frozen", [0, 2, 4])
-def test_frozen_layers_pass_gradients_on(frozen):
-    model, x = mlp(WIDTHS), normal(CASES, 4)
-    model[frozen].requires_grad_(False)
-    kept = [i for i in range(3) if 2 * i != frozen]
-    A, G = dense.moments(model, x, "categorical")
-    factors = curvature_of(model, Categorical(), x, ExactFisher())
-    assert_moments(
-        factors,
-        [[A[i][j] for j in kept] for i in kept],
-        [[G[i][j] for j in kept] for i in kept],
-        **ALGEBRA,
-    )
-
-
-def test_outputs_with_more_dimensions_count_as_one_vector():
-    model, x = mlp([4, 5, 6]), normal(CASES, 4)
-    shaped = nn.Sequential(model, nn.Unflatten(1, (2, 3)))
-    factors = curvature_of(shaped, nn.MSELoss(), x, ExactFisher())
-    # A mean over all six outputs of an example.
-    A, G = dense.moments(model, x, "gaussian", variance=0.5, scale=1 / 6)
-    assert_moments(factors, A, G, **ALGEBRA)
-
-
-@pytest.mark.parametrize(
-    "in_place", [lambda: nn.ReLU(inplace=True), lambda: nn.ELU(inplace=True)], ids=["relu", "elu"]
-)
-def test_activations_that_overwrite_their_input(in_place):
-    """The gradient wanted is that of s_i, not of what an in-place activation put in its place."""
-    model, x = mlp(WIDTHS, in_place), normal(CASES, 4)
-    plain = mlp(WIDTHS, type(in_place()))
-    factors = curvature_of(model, Categorical(), x, ExactFisher())
-    assert_moments(factors, *dense.moments(plain, x, "categorical"), **ALGEBRA)
-
-
 # ---------------------------------------------------------------------------------------- sampled
 
 
@@ -206,81 +170,6 @@ def test_sampled_fisher_is_unbiased(loss, likelihood):
         assert ((stacked.mean(0) - expected).abs() < 5 * error + 1e-12).all()
 
 
-# -------------------------------------------------------------------------------------- empirical
-
-
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_empirical_fisher_is_the_second_moment_of_the_cases_gradients(likelihood):
-    model, x = mlp(WIDTHS), normal(CASES, 4)
-    module = LIKELIHOODS[likelihood]()
-    y = random_targets(model(x), likelihood)
-    factors = curvature_of(model, module, x, EmpiricalFisher(), targets=y)
-    z = model(x).detach().requires_grad_()
-    (scores,) = torch.autograd.grad(module.negative_log_likelihood(z, y), z)
-    A, G = dense.empirical_moments(model, x, scores)
-    assert_moments(factors, A, G, **AUTODIFF)
-
-
-def test_empirical_fisher_needs_targets():
-    with pytest.raises(ClosureError, match="needs the training targets"):
-        curvature_of(mlp(WIDTHS), Gaussian(), normal(CASES, 4), EmpiricalFisher())
-
-
-# ----------------------------------------------------------------------------------------- chunks
-
-
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
-@pytest.mark.parametrize(
-    "fisher",
-    [SampledFisher(samples=2), ExactFisher(), EmpiricalFisher()],
-    ids=lambda f: type(f).__name__,
-)
-@pytest.mark.parametrize("chunk", [1, 5])
-def test_chunks_make_no_difference(likelihood, fisher, chunk):
-    """Neither to the sums nor to the targets that are drawn."""
-    model, x = mlp(WIDTHS), normal(CASES, 4)
-    module = LIKELIHOODS[likelihood]()
-    y = random_targets(model(x), likelihood)
-    generators = seeded(5), seeded(5)
-    whole = curvature_of(model, module, x, fisher, y, generator=generators[0])
-    parts = curvature_of(model, module, x, fisher, y, chunk=chunk, generator=generators[1])
-    for left, right in zip(tensors_in(whole), tensors_in(parts), strict=True):
-        assert_close(left, right, **ALGEBRA)
-    assert torch.equal(generators[0].get_state(), generators[1].get_state())
-
-
-# --------------------------------------------------------------------------------- moving average
-
-
-@pytest.mark.parametrize("neighbours", [True, False])
-@pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize(
-    "fisher", [SampledFisher(samples=2), ExactFisher()], ids=["sampled", "exact"]
-)
-def test_estimates_are_averaged_into_the_previous_ones(fisher, chunk, neighbours):
-    """decay · previous + (1 − decay) · new, for every factor; the previous ones are only read."""
-    model, loss = mlp(WIDTHS), Categorical()
-    previous = curvature_of(model, loss, normal(CASES, 4, seed=8), fisher, neighbours=neighbours)
-    kept = [M.clone() for M in tensors_in(previous)]
-    x = normal(CASES, 4)
-    new = curvature_of(model, loss, x, fisher, factor=0.4, neighbours=neighbours)
-    averaged = curvature_of(
-        model,
-        loss,
-        x,
-        fisher,
-        chunk=chunk,
-        factor=0.4,
-        neighbours=neighbours,
-        old=previous,
-        decay=0.95,
-    )
-    for old, estimate_, mean in zip(kept, tensors_in(new), tensors_in(averaged), strict=True):
-        assert_close(mean, 0.95 * old + 0.05 * estimate_, **ALGEBRA)
-    for old, now in zip(kept, tensors_in(previous), strict=True):
-        assert torch.equal(old, now)
-
-
 # --------------------------------------------------------------------------------------- refusals
 
 
@@ -294,14 +183,6 @@ def test_decay_of_the_moving_average_is_a_fraction(fisher, decay):
 def test_at_least_one_sample():
     with pytest.raises(ValueError, match="at least one sample"):
         SampledFisher(samples=0)
-
-
-def test_no_hooks_and_no_gradients_are_left_behind():
-    model, x = mlp(WIDTHS), normal(CASES, 4)
-    factors = curvature_of(model, Gaussian(), x, ExactFisher())
-    assert not any(module._forward_hooks for module in model.modules())
-    assert all(p.grad is None for p in model.parameters())
-    assert not any(M.requires_grad for M in tensors_in(factors))
 
 
 @pytest.mark.parametrize("chunk", [1, 5])

@@ -44,7 +44,7 @@ def test_a_rank_that_has_ended_is_a_rank_error(call: str, tmp_path: Path) -> Non
         [sys.executable, "-c", textwrap.dedent(PROGRAM), call, str(tmp_path / "store")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert "Rank 0 got no answer from another rank" in done.stdout, done.stderr[-2000:]

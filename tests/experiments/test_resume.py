@@ -22,8 +22,6 @@ from tests.experiments.runs import (
     write_cases,
 )
 
-KFAC = ("--inverse", "block_tridiagonal", "--preset", "paper", "--batch", "paper", "--average", 20)
-
 
 @pytest.fixture
 def data(tmp_path):
@@ -47,24 +45,6 @@ def launch(data, run, tmp_path, *words):
     command = ("train", "--data", data, "--layers", "16,8,3", "--threads", 1, "--batch", 40)
     options = ("--run-dir", run, "--checkpoint-every", 0.1, *words)
     return start_process(*command, *options, folder=tmp_path)
-
-
-def test_a_killed_run_that_is_resumed_equals_the_uninterrupted_one(data, tmp_path, capsys):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = launch(data, killed, tmp_path, *KFAC, "--iterations", 10**6)
-    wait_for_rows(killed, 30, process)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    saved = checkpoint(killed)["iteration"]
-    last = saved + 50
-    # The worst moment to be killed in: half a line, long after the checkpoint.
-    with (killed / "metrics.jsonl").open("a") as file:
-        file.write('{"iteration": 999, "cases"')
-    assert kronfac("train", "--resume", killed, "--iterations", last) == 0
-    assert f"from iteration {saved}" in capsys.readouterr().out
-    assert train(data, whole, *KFAC, "--iterations", last) == 0
-    assert_same_run(whole, killed)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -101,7 +81,12 @@ def test_the_first_signal_is_remembered_and_the_second_one_stops_at_once():
 
 @pytest.mark.parametrize(
     "words",
-    ["--optimizer kfac", "--optimizer nag --average 7", "--optimizer adamw"],
+    [
+        "--optimizer kfac",
+        "--inverse block_tridiagonal --preset paper --batch paper --average 20",
+        "--optimizer nag --average 7",
+        "--optimizer adamw",
+    ],
 )
 def test_a_run_in_pieces_equals_the_run_in_one(words, data, tmp_path):
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"

@@ -8,8 +8,14 @@ from contextlib import suppress
 import pytest
 import torch
 
+from kronfac import GammaSearch, Intervals, LevenbergMarquardtRule
 from tests.failures.injection import AtOperation, Everything, Injected, Run, SignalAtLine, raising
 
+SEARCHING = {
+    "damping": LevenbergMarquardtRule(0.5, interval=2),
+    "gamma": GammaSearch(interval=6, criterion="objective"),
+    "intervals": Intervals(inverse_interval=3),
+}
 # The first step searches λ₀; the second measures ρ and refreshes; a step with a rejection comes below.
 CASES = [
     ("perceptron", "own", 0, {}),
@@ -20,6 +26,9 @@ CASES = [
     ("convolutional", "loop", 0, {}),
     ("convolutional", "loop", 2, {"weight_decay": 1e-3, "lr": 0.5}),
     ("lstm", "loop", 1, {}),
+    # γ is searched for by the objective, and ρ is measured.
+    ("perceptron", "closure", 5, SEARCHING),
+    ("perceptron", "own", 5, SEARCHING | {"inverse": "block_tridiagonal"}),
     # The step before is rolled back, and with a closure another one is computed.
     ("perceptron", "own", 1, {"lr": 20.0}),
     ("convolutional", "closure", 1, {"lr": 20.0}),

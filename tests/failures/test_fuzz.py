@@ -250,9 +250,3 @@ def test_any_problem(problem, disturbance):
 @settings(max_examples=100)
 def test_many_problems(part, problem, disturbance):
     _quietly(replace(problem, seed=problem.seed + 1_000_001 * part), disturbance)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_parameters_are_refused(dtype):
-    with pytest.raises(KronfacError, match="float32 or float64"):
-        KFAC(nn.Linear(3, 2).to(dtype), nn.MSELoss())

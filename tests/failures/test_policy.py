@@ -112,7 +112,7 @@ def test_then_the_plain_gradient(inverse, monkeypatch):
     # With the length that the mean curvature gives, and along the gradient.
     block = optimizer._state.curvature.blocks[2]
     truth = 1 / (block.dense().trace() / block.size + FIXED["gamma"].gamma ** 2)
-    torch.testing.assert_close(piece.scale, truth.expand_as(piece.scale))
+    torch.testing.assert_close(piece.D, truth.expand_as(piece.D))
     # A run that is continued from there is the same to the bit, and mends itself.
     other = new(inverse=inverse)
     other.model.load_state_dict(optimizer.model.state_dict())

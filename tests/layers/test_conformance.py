@@ -65,6 +65,22 @@ NORMS = {
 }
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(N, 4), (N, 2, 4), (N, 2, 5, 4)], ids=str)
+def test_a_linear_layer(shape, bias):
+    check_adapter(nn.Linear(4, 5, bias=bias), normal(*shape))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_inputs_without_a_first_dimension_are_one_example(bias):
+    module, x = nn.Linear(4, 5, bias=bias).double(), normal(4)
+    (unit,) = find_units(module).units
+    with record_uses([], [unit], 1) as seen:
+        s = module(x)
+    (tap,) = seen.uses.taps(0, [torch.zeros_like(s)])
+    assert_close((tap.inputs @ unit.join(unit.parameters).mT)[0, 0], s, **ALGEBRA)
+
+
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_a_convolution(name):
     make, shape = CONVOLUTIONS[name]

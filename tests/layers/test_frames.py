@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.testing import assert_close
 
 from kronfac import KFAC, Blocks
-from kronfac.linearize import Traced
-from tests.conftest import ALGEBRA, batch, network_of, normal
+from tests.conftest import normal
 
 N, FRAMES, CHANNELS, CLASSES = 6, 3, 2, 3
 LAYERS = {
@@ -48,24 +46,6 @@ class Unbatched(Video):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(torch.tanh(self.layer(x[:, 0, :, 0].mT))[:, : len(x)].mT)
-
-
-@each_layer
-@pytest.mark.parametrize("length", [5, N + 2, N - 2])
-def test_frames_are_places_of_their_example(layer, length):
-    """The gradient of every example is rebuilt, also where there are as many places as examples."""
-    torch.manual_seed(0)
-    network = network_of(Video(LAYERS[layer]()).double())
-    x, r = normal(N, FRAMES, CHANNELS, length), normal(N, CLASSES, seed=1)
-    (part,) = batch(network, x).passes
-    taps = Traced(network, part).taps([r])
-    for n in range(N):
-        total = (network.model(x[n : n + 1]) * r[n]).sum()
-        grads = network.join(torch.autograd.grad(total, network.parameters))
-        for V, (tap,) in zip(grads, taps, strict=True):
-            assert tap.examples == N
-            assert_close(tap.gradients()[n], V, **ALGEBRA)
-            assert_close(tap.select(slice(n, n + 1)).gradients()[0], V, **ALGEBRA)
 
 
 @each_layer

@@ -37,6 +37,7 @@ REFUSED = {
         lambda: nn.Sequential(nn.Linear(3, 2, dtype=torch.bfloat16)),
         r"got '0' \(torch.bfloat16\).*call it inside torch.autocast",
     ),
+    "no parameters": (lambda: nn.Sequential(nn.Tanh()), "found no trainable parameter"),
     "nothing to train": (
         lambda: nn.Sequential(nn.Linear(3, 2)).requires_grad_(False),
         "found no trainable parameter in Sequential",

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from kronfac.linalg import decompose, smith
+from kronfac.linalg import decompose
 from tests.conformance import CHECKS, as_matrix, assert_relative, single
 from tests.conftest import normal, spd
 from tests.reference import dense
 
 IN, OUT = 5, 4
-SOLVERS = {"decompose": decompose, "smith": smith}
 
 
 def root(M: torch.Tensor, columns: int, largest: float, seed: int) -> torch.Tensor:
@@ -27,25 +26,25 @@ def problem(columns_1: int, columns_2: int, largest: float = 0.95):
     return A, B, R1, R2
 
 
-def build(solver, A, B, R1, R2):
-    return SOLVERS[solver](torch.linalg.cholesky(A), torch.linalg.cholesky(B), R1, R2)
+def build(A, B, R1, R2):
+    return decompose(torch.linalg.cholesky(A), torch.linalg.cholesky(B), R1, R2)
 
 
 # Ranks of C = R₁R₁ᵀ and D = R₂R₂ᵀ: full, deficient, one, and roots with more columns than rows.
 COLUMNS = [(IN, OUT), (2, 1), (1, OUT), (IN, 2), (IN + 3, OUT + 4), (2, OUT + 1)]
 
 
-def difference_case(solver, columns):
+def difference_case(columns):
     A, B, R1, R2 = problem(*columns)
     return single(
-        f"{solver}{columns}",
-        lambda: build(solver, A, B, R1, R2).mv,
+        f"decompose{columns}",
+        lambda: build(A, B, R1, R2).mv,
         lambda: dense.stein_dense(A, B, R1 @ R1.mT, R2 @ R2.mT, -1.0),
         (OUT, IN),
     )
 
 
-CASES = [difference_case(solver, columns) for solver in SOLVERS for columns in COLUMNS]
+CASES = [difference_case(columns) for columns in COLUMNS]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -54,27 +53,24 @@ def test_conformance(case, check):
     check(case)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_to_dense_is_the_matrix_of_mv(solver, columns):
-    operator = build(solver, *problem(*columns))
+def test_to_dense_is_the_matrix_of_mv(columns):
+    operator = build(*problem(*columns))
     assert_relative(operator.to_dense(), as_matrix(lambda V: (operator.mv(V[0]),), [(OUT, IN)]))
 
 
 def test_a_zero_root_leaves_the_inverse_of_the_product():
     A, B, R1, R2 = problem(IN, OUT)
-    for solver in SOLVERS:
-        operator = build(solver, A, B, 0 * R1, R2)
-        assert_relative(operator.to_dense(), dense.kron(A, B).inverse())
+    operator = build(A, B, 0 * R1, R2)
+    assert_relative(operator.to_dense(), dense.kron(A, B).inverse())
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("gap", [0.0, 1e-9, 1e-7, 1e-6, 1e-4])
-def test_float32_near_singular_difference_stays_finite_and_positive(solver, gap):
+def test_float32_near_singular_difference_stays_finite_and_positive(gap):
     """C = A and D = (1 − gap) B: the difference is gap · A ⊗ B, less than float32 can tell from 0."""
     L1 = torch.linalg.cholesky(spd(30)).float()
     L2 = torch.linalg.cholesky(spd(20, seed=1)).float()
-    operator = SOLVERS[solver](L1, L2, L1, L2 * (1 - gap) ** 0.5)
+    operator = decompose(L1, L2, L1, L2 * (1 - gap) ** 0.5)
     for seed in range(5):
         V = normal(20, 30, seed=seed, dtype=torch.float32)
         U = operator.mv(V)
@@ -99,5 +95,4 @@ def test_near_singular_float64_difference_is_accurate_where_it_can_be():
     """A gap of 1e-6 loses six digits and no more."""
     A, B, R1, R2 = problem(3, 2, largest=(1 - 1e-6) ** 0.5)
     expected = dense.stein_dense(A, B, R1 @ R1.mT, R2 @ R2.mT, -1.0).inverse()
-    for solver in SOLVERS:
-        assert_relative(build(solver, A, B, R1, R2).to_dense(), expected, 1e-8)
+    assert_relative(build(A, B, R1, R2).to_dense(), expected, 1e-8)

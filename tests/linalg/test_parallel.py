@@ -110,7 +110,7 @@ def test_in_a_thread_that_goes_on_when_python_ends():
         threading.Thread(target=late).start()
     """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300
     )
     assert done.stdout == "[200, 200] None\n"
 

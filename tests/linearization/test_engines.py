@@ -6,13 +6,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.testing import assert_close
 
 from kronfac.curvature import SummedGradient
-from kronfac.linearize import ByHand, Traced, jvp
+from kronfac.linearize import ByHand, Traced
+from kronfac.linearize.base import SHARE, by_differences, by_forward_mode, outputs_and_jvp
 from kronfac.linearize.by_hand import trace_of
-from kronfac.linearize.jvp import by_differences, by_forward_mode, outputs_and_jvp
 from kronfac.model import Network
 from kronfac.objective import Gaussian
 from kronfac.record import Pass, record
@@ -199,22 +198,17 @@ def test_outputs_and_products_with_the_jacobian_and_its_transpose(name):
 
 
 @each_problem
-@pytest.mark.parametrize(
-    ("engine", "tolerance"),
-    [(forward_jvp, EXACT), (difference_jvp, DIFFERENCES)],
-    ids=["forward mode", "finite differences"],
-)
-def test_products_with_the_jacobian(name, engine, tolerance):
+def test_products_with_the_jacobian_by_finite_differences(name):
     network, part = PROBLEMS[name].network()
     J = dense_jacobian(network, part)
     directions = directions_of(network)
     before = [p.detach().clone() for p in network.parameters]
-    (raw,) = engine(network, part, directions)
+    (raw,) = difference_jvp(network, part, directions)
     found = part.terms[0].matrix(raw)
     terms = part.terms[0]
     assert found.shape == (2, terms.count, terms.event)
     for tangent, v in zip(found, directions, strict=True):
-        assert_close(tangent.reshape(-1), J @ flat(network, v), **tolerance)
+        assert_close(tangent.reshape(-1), J @ flat(network, v), **DIFFERENCES)
     assert all(torch.equal(p, q) for p, q in zip(network.parameters, before, strict=True))
     assert all(p.grad is None for p in network.model.parameters())
 
@@ -289,7 +283,9 @@ def test_without_forward_mode_differences_are_taken_from_then_on(monkeypatch):
         (raw,) = engine_jvp(network, part, [v])
         assert_close(raw[0].reshape(-1), J @ flat(network, v), **DIFFERENCES)
         assert not network.learned.forward_mode
-        monkeypatch.delattr(jvp, "by_forward_mode", raising=False)  # not asked again
+        monkeypatch.delattr(
+            "kronfac.linearize.base.by_forward_mode", raising=False
+        )  # not asked again
 
 
 class Routed(Opaque):
@@ -311,7 +307,7 @@ def beside_an_edge(untruthful: bool) -> tuple[Network, Pass, tuple[Tensor, ...]]
     network, part = Problem(lambda: Routed(untruthful), normal(5, 3)).network()
     (v,) = directions_of(network, 1)
     theta = flat(network, network.theta())
-    epsilon = jvp.SHARE * torch.finfo(theta.dtype).eps ** (1 / 3) * theta.norm()
+    epsilon = SHARE * torch.finfo(theta.dtype).eps ** (1 / 3) * theta.norm()
     epsilon = epsilon / flat(network, v).norm()
     weight, bias = network.split(v)[:2]
     x = normal(5, 3)[0]
@@ -357,7 +353,7 @@ def test_out_of_memory_once_is_not_for_good(error, monkeypatch):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(jvp, "by_forward_mode", fails)
+        patch.setattr("kronfac.linearize.base.by_forward_mode", fails)
         (found,) = engine_jvp(network, part, [v])
     assert_close(found, expected, **DIFFERENCES)
     assert network.learned.forward_mode
@@ -375,34 +371,3 @@ def test_an_error_of_the_model_itself_is_raised():
     with pytest.raises(RuntimeError, match="broken"):
         engine_jvp(network, part, directions_of(network, 1))
     assert network.learned.forward_mode
-
-
-def test_several_losses_of_one_pass():
-    model = mlp([3, 4, 3])
-    network, x = network_of(model), normal(5, 3)
-    y, target = torch.tensor([0, 1, 0, 1, 1]), normal(5, 1, seed=1)
-    with record(model, network.objective) as recording:
-        z = model(x)
-        (functional.cross_entropy(z[:, :2], y) + functional.mse_loss(z[:, 2:], target)).backward()
-    (part,) = recording.batch().passes
-    view = Traced(network, part)
-    (v,) = directions_of(network, 1)
-    J = torch.autograd.functional.jacobian  # (5, 3) outputs by each parameter
-    names = [name for name, _ in model.named_parameters()]
-    jacobians = J(
-        lambda *p: torch.func.functional_call(model, dict(zip(names, p, strict=True)), (x,)),
-        tuple(p.detach() for p in model.parameters()),
-    )
-    expected = sum(
-        (Jp.flatten(2) @ part.reshape(-1))
-        for Jp, part in zip(jacobians, network.split(v), strict=True)
-    )
-    classes, values = view.jvp([v])
-    assert_close(classes[0], expected[:, :2], **EXACT)
-    assert_close(values[0], expected[:, 2:], **EXACT)
-    r = normal(5, 2, seed=4)
-    found = view.vjp([r, None])
-    padded = torch.cat([r, torch.zeros(5, 1, dtype=torch.float64)], dim=1)
-    wanted = [torch.einsum("no,no...->...", padded, Jp) for Jp in jacobians]
-    for left, right in zip(found, network.join(wanted), strict=True):
-        assert_close(left, right, **EXACT)

@@ -8,20 +8,7 @@ from torch import nn
 
 from kronfac import KFAC, FixedDamping, FixedGamma, Intervals, QuadraticModel
 from tests.loop.loops import step_without_closure
-
-
-def dense_fisher(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """F = E[Jᵀ (diag p − p pᵀ) J] over all examples, in the order of the parameters."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
-
-    def outputs(*values: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(model, dict(zip(names, values, strict=True)), (x,))
-
-    found = torch.autograd.functional.jacobian(outputs, tuple(p.detach() for p in parameters))
-    J = torch.cat([part.flatten(2) for part in found], dim=2)  # (examples, classes, parameters)
-    p = model(x).softmax(1).detach()
-    F_R = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
-    return torch.einsum("nia,nij,njb->ab", J, F_R, J) / len(x)
+from tests.optimizer.test_any_network import dense_model
 
 
 @pytest.mark.parametrize("radius", [0.01, 0.1, 1e6])
@@ -29,7 +16,7 @@ def test_the_fisher_norm_of_the_step(radius: float) -> None:
     torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     x, y = torch.randn(30, 3).double(), torch.randint(3, (30,))
-    F = dense_fisher(start, x)
+    _, F = dense_model(start, nn.CrossEntropyLoss(), (x,), y)
     steps, reports = [], []
     for bound in (None, radius):
         model = copy.deepcopy(start)

@@ -175,11 +175,3 @@ def test_units_without_uses_come_behind_the_chain_and_are_not_linked():
     assert sorted(unit.name for unit in network.units) == ["a", "b", "c", "scale"]
     assert [unit.name for unit in network.units][-1] == "scale"
     assert list(network.links) == [True, True, False]
-
-
-def test_it_does_not_touch_the_mini_batch():
-    model, x = mlp([3, 4, 2]), normal(5, 3)
-    chained(model, x)
-    assert not x.requires_grad
-    assert all(p.grad is None for p in model.parameters())
-    assert not any(module._forward_hooks for module in model.modules())

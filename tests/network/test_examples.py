@@ -385,6 +385,12 @@ TRUNKS = {
         lambda: nn.Sequential(nn.Conv1d(2, 4, 2), nn.Tanh(), nn.Conv1d(4, 4, 2, groups=2)),
         (2, 5),
     ),
+    "transposed convolutions": (
+        lambda: nn.Sequential(
+            nn.ConvTranspose1d(2, 4, 3, stride=2), nn.ConvTranspose1d(4, 2, 2, groups=2, bias=False)
+        ),
+        (2, 4),
+    ),
     "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 4, 0.0, batch_first=True), (3, 4)),
 }
 

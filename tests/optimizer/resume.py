@@ -43,7 +43,6 @@ CASES: dict[str, dict[str, Any]] = {
     "exact_tikhonov": {"inverse": BlockDiagonalInverse(tikhonov=ExactTikhonov())},
     "low_rank": {"inverse": BlockDiagonalInverse(low_rank=True), "weight_decay": 0.1},
     "decomposition": {"inverse": BlockTridiagonalInverse(), "weight_decay": 0.01},
-    "smith": {"inverse": BlockTridiagonalInverse(solver="smith")},
     "out_of_order": {"inverse": BlockTridiagonalInverse()},
     "ekfac": {"inverse": EigenvalueCorrectedInverse(), "weight_decay": 0.01},
     "three_samples": {"fisher": SampledFisher(samples=3, seed=5)},

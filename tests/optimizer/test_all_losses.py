@@ -323,37 +323,6 @@ def test_passes_may_have_losses_of_different_kinds():
     assert float(value.detach()) < 0.7 * before
 
 
-class Equation(nn.Module):
-    """u' = −u and u(0) = 1: what is left of both, the derivative by a difference."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.u = mlp([1, 10, 1], seed=4)
-
-    def forward(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        h = 1e-3
-        slope = (self.u(t + h) - self.u(t - h)) / (2 * h)
-        return slope + self.u(t), self.u(torch.zeros_like(t[:1])) - 1
-
-
-def test_a_differential_equation_with_a_boundary_value():
-    model = Equation()
-    optimizer = KFAC(model, nn.MSELoss())
-    t = torch.linspace(0, 2, 30, dtype=torch.float64)[:, None]
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        inside, boundary = model(t)
-        loss = kronfac.least_squares(inside) + kronfac.least_squares(boundary, weight=10.0)
-        loss.backward()
-        return loss
-
-    for _ in range(40):
-        optimizer.step(closure)
-        assert not [e for e in optimizer.report.events if e.kind == "loss_not_seen"]
-    assert float((model.u(t).detach() - (-t).exp()).abs().max()) < 0.02
-
-
 def test_a_loss_can_be_copied_and_saved():
     loss = kronfac.GaussNewton(nn.HuberLoss())
     optimizer = KFAC(network(), loss)

@@ -39,7 +39,7 @@ class Scaled(nn.Module):
 SETTINGS: dict[str, dict[str, Any]] = {
     "exact_tikhonov": {"inverse": BlockDiagonalInverse(tikhonov=ExactTikhonov())},
     "low_rank": {"inverse": BlockDiagonalInverse(low_rank=True), "weight_decay": 0.01},
-    "smith": {"inverse": BlockTridiagonalInverse(solver="smith")},
+    "block_tridiagonal": {"inverse": BlockTridiagonalInverse()},
     "ekfac": {"inverse": "ekfac"},
     "refresh_under_way": {"intervals": Intervals(inverse_lag=3, inverse_interval=4)},
     "paper": kronfac.presets.paper(),
@@ -128,7 +128,8 @@ def other_types(state: Any) -> Iterator[tuple[Path, Any]]:
 
 def missing_entries(state: Any) -> Iterator[tuple[Path, Any]]:
     for path, _ in leaves(state):
-        yield path, without(state, path)
+        if "candidates" not in path:  # of which there may be any number
+            yield path, without(state, path)
 
 
 def other_dtypes(state: Any) -> Iterator[tuple[Path, Any]]:

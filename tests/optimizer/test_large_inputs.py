@@ -19,12 +19,10 @@ from tests.conftest import mlp, normal
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "frobenius": {"inverse": BlockDiagonalInverse(FactoredTikhonov("frobenius"))},
-    "spectral": {"inverse": BlockDiagonalInverse(FactoredTikhonov("spectral"))},
+    "one": {"inverse": BlockDiagonalInverse(FactoredTikhonov("one"))},
     "exact_tikhonov": {"inverse": BlockDiagonalInverse(ExactTikhonov())},
     "low_rank": {"inverse": BlockDiagonalInverse(low_rank=True)},
     "block_tridiagonal": {"inverse": BlockTridiagonalInverse()},
-    "smith": {"inverse": BlockTridiagonalInverse(solver="smith")},
     "weight_decay": {"weight_decay": 1e-3},
     "conjugate_gradients": {"step_rule": ConjugateGradients(cg_steps=3)},
 }

@@ -102,37 +102,17 @@ def test_a_closure_that_adds_a_penalty(strength):
 # -------------------------------------------------------------- against what the closure itself says
 
 
-def scaled(z: Tensor, y: Tensor) -> Tensor:
-    return LOSS(2 * z, y)
-
-
-def some_outputs(z: Tensor, y: Tensor) -> Tensor:
-    return LOSS(z[:, :2], y[:, :2])
-
-
-def some_rows(z: Tensor, y: Tensor) -> Tensor:
-    return LOSS(z[:9], y[:9])
-
-
-def transposed(z: Tensor, y: Tensor) -> Tensor:
-    return LOSS(z.mT, y.mT)
-
-
-def weighted(z: Tensor, y: Tensor) -> Tensor:
-    return 0.3 * LOSS(z, y)
-
-
 def two_targets(z: Tensor, y: Tensor) -> Tensor:
     return LOSS(z, y) + LOSS(z, y.flip(0))
 
 
+def transposed_rows(z: Tensor, y: Tensor) -> Tensor:
+    return 0.3 * LOSS(2 * z[:9].mT, y[:9].mT)
+
+
 OWN_LOSSES: list[Callable[[Tensor, Tensor], Tensor]] = [
-    scaled,
-    some_outputs,
-    some_rows,
-    transposed,
-    weighted,
     two_targets,
+    transposed_rows,
     mean_square,
     LOSS,
 ]

@@ -25,6 +25,7 @@ LOSSES = {
     "MSELoss, sum": nn.MSELoss(reduction="sum"),
     "BCEWithLogitsLoss": nn.BCEWithLogitsLoss(),
     "CrossEntropyLoss, smoothed": nn.CrossEntropyLoss(label_smoothing=0.1),
+    "CrossEntropyLoss, weighted": nn.CrossEntropyLoss(torch.tensor([0.2, 1, 4]).double()),
 }
 
 

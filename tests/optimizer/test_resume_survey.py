@@ -23,7 +23,6 @@ INVERSES = [
     BlockDiagonalInverse(tikhonov=ExactTikhonov()),
     BlockDiagonalInverse(low_rank=True),
     BlockTridiagonalInverse(),
-    BlockTridiagonalInverse(solver="smith"),
     EigenvalueCorrectedInverse(),
     EigenvalueCorrectedInverse(tikhonov=ExactTikhonov()),
 ]

@@ -110,7 +110,6 @@ SETTINGS = {
         {"inverse": BlockDiagonalInverse(ExactTikhonov()), "gamma": TiedGamma()},
         {"exact_tikhonov": True, "tied": True},
     ),
-    "smith": ({"inverse": BlockTridiagonalInverse(solver="smith")}, {"tridiagonal": True}),
     "class": ({"inverse": BlockTridiagonalInverse, "fisher": ExactFisher}, {"tridiagonal": True}),
     "refresh_always": ({"intervals": Intervals(inverse_interval=1)}, {"T3": 1}),
 }

@@ -213,10 +213,6 @@ def _edited(state: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return state | {"kfac": state["kfac"] | changes}
 
 
-def _without(state: dict[str, Any], key: str) -> dict[str, Any]:
-    return state | {"kfac": {k: v for k, v in state["kfac"].items() if k != key}}
-
-
 def _transposed(state: dict[str, Any]) -> dict[str, Any]:
     """The same number of parameters in every layer, in another shape."""
     curvature = state["kfac"]["curvature"]
@@ -243,7 +239,6 @@ UNFIT = {
         lambda: _edited(_trained().state_dict(), version=6),
         "reads states of version 1; got version 6",
     ),
-    "no version": (lambda: _without(_trained().state_dict(), "version"), "version"),
     "other layers": (lambda: _trained(_named("a", "b")).state_dict(), r"\['a', 'b'\]"),
     "more layers": (lambda: _trained(mlp([4, 5, 5, 3])).state_dict(), r"\['0', '2', '4'\]"),
     "other widths": (lambda: _trained(mlp([4, 6, 3])).state_dict(), r"'0'.*\(6, 5\).*\(5, 5\)"),
@@ -260,9 +255,6 @@ UNFIT = {
         "ExactTikhonov",
     ),
     "nothing inside": (lambda: {"kfac": None, "weight_decay": 0.0}, "state"),
-    "no curvature": (lambda: _without(_trained().state_dict(), "curvature"), "curvature"),
-    "no generator": (lambda: _without(_trained().state_dict(), "generator"), "generator"),
-    "no weight decay": (lambda: {"kfac": _trained().state_dict()["kfac"]}, "param_groups"),
 }
 
 

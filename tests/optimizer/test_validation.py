@@ -295,27 +295,6 @@ def test_rows_that_are_not_finite_themselves_say_nothing_of_the_last_step():
     assert optimizer.report.next_rho is not None, "validated by the next mini-batch that can tell"
 
 
-def test_a_failed_step_is_repeated_as_if_nothing_had_happened():
-    """What a validation found is kept; the step after it comes out the same."""
-    optimizer, untroubled = (KFAC(mlp([4, 6, 3], seed=3), LOSS) for _ in range(2))
-    for step in range(4):
-        closure = optimizer.closure(*data(step))
-
-        def failing() -> Tensor:
-            with torch.no_grad():
-                loss: Tensor = optimizer.objective.module(optimizer.model(data(9)[0]), data(9)[1])
-            return loss
-
-        with pytest.raises(kronfac.KronfacError):
-            optimizer.step(failing)
-        if step:
-            # The same mini-batch validates in both.
-            untroubled.load_state_dict(optimizer.state_dict())
-        optimizer.step(closure)
-        untroubled.step(untroubled.closure(*data(step)))
-        assert same(parameters(optimizer), parameters(untroubled))
-
-
 def test_a_closure_that_does_not_clear_the_gradients_is_called_again_on_clear_ones():
     """`zero_grad()` outside of the closure is enough while it is called once."""
     runs = []

@@ -254,17 +254,16 @@ def block_tridiagonal_inverse_upwards(A: Blocks, G: Blocks) -> Tensor:
 # --------------------------------------------------------------------------------------- damping
 
 
-def pi(A: Tensor, G: Tensor, norm: str) -> Tensor:
+def pi(A: Tensor, G: Tensor, norm: str = "trace") -> Tensor:
     """π = (‖A ⊗ I‖ / ‖I ⊗ G‖)^½, with both norms taken of the dense products [MG15 §6.3].
 
-    `norm` is "trace" (the nuclear norm), "frobenius", "spectral", or "one" for π = 1.
+    `norm` is "trace" (the nuclear norm), or "one" for π = 1.
     """
     if norm == "one":
         return torch.ones((), dtype=A.dtype)
-    order = {"trace": "nuc", "frobenius": "fro", "spectral": 2}[norm]
     left = kron(A, torch.eye(len(G), dtype=G.dtype))
     right = kron(torch.eye(len(A), dtype=A.dtype), G)
-    return (torch.linalg.matrix_norm(left, order) / torch.linalg.matrix_norm(right, order)).sqrt()
+    return (torch.linalg.matrix_norm(left, "nuc") / torch.linalg.matrix_norm(right, "nuc")).sqrt()
 
 
 def factored_tikhonov(

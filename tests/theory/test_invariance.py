@@ -38,7 +38,6 @@ CASES = 60
 INVERSES = [
     pytest.param(BlockDiagonalInverse(), id="block-diagonal"),
     pytest.param(BlockTridiagonalInverse(), id="block-tridiagonal"),
-    pytest.param(BlockTridiagonalInverse(solver="smith"), id="block-tridiagonal-smith"),
 ]
 # The Fisher of a softmax is singular, and with it the last G: without damping there is no update to
 # speak of. So the theorem is about these two.

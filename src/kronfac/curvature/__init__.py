@@ -1,64 +1,38 @@
 """The curvature of the units: blocks, their statistics and their inverses [MG15 §3–§6.3]."""
 
-from kronfac.curvature.block import Block, InverseCost, Moments, Operator
-from kronfac.curvature.block_diagonal import BlockDiagonalInverse
-from kronfac.curvature.block_tridiagonal import BlockTridiagonalInverse
-from kronfac.curvature.dense import DenseBlock, DenseMoments
-from kronfac.curvature.diagonal import DiagonalBlock, DiagonalMoments
-from kronfac.curvature.ekfac import EigenvalueCorrectedInverse
-from kronfac.curvature.estimate import ema_decay
-from kronfac.curvature.fisher import EmpiricalFisher, ExactFisher, Fisher, SampledFisher
-from kronfac.curvature.grouped import GroupedKroneckerBlock, GroupedKroneckerMoments
-from kronfac.curvature.inverse import ApproximateInverse, Curvature, DampedInverse, Link
-from kronfac.curvature.kronecker import KroneckerBlock, KroneckerMoments
-from kronfac.curvature.taps import (
-    AnyTap,
-    ElementwiseTap,
-    GroupedTap,
-    Inputs,
-    OneHot,
-    SummedGradient,
-    Tap,
-    Taps,
-)
-from kronfac.curvature.tied import KroneckerSumBlock, KroneckerSumMoments
-from kronfac.curvature.tikhonov import ExactTikhonov, FactoredTikhonov
-
-__all__ = [
-    "AnyTap",
-    "ApproximateInverse",
-    "Block",
-    "BlockDiagonalInverse",
-    "BlockTridiagonalInverse",
-    "Curvature",
-    "DampedInverse",
-    "DenseBlock",
-    "DenseMoments",
-    "DiagonalBlock",
-    "DiagonalMoments",
-    "EigenvalueCorrectedInverse",
-    "ElementwiseTap",
-    "EmpiricalFisher",
-    "ExactFisher",
-    "ExactTikhonov",
-    "FactoredTikhonov",
-    "Fisher",
-    "GroupedKroneckerBlock",
-    "GroupedKroneckerMoments",
-    "GroupedTap",
-    "Inputs",
-    "InverseCost",
-    "KroneckerBlock",
-    "KroneckerMoments",
-    "KroneckerSumBlock",
-    "KroneckerSumMoments",
-    "Link",
-    "Moments",
-    "OneHot",
-    "Operator",
-    "SampledFisher",
-    "SummedGradient",
-    "Tap",
-    "Taps",
-    "ema_decay",
-]
+from kronfac.curvature.block import Block as Block
+from kronfac.curvature.block import InverseCost as InverseCost
+from kronfac.curvature.block import Moments as Moments
+from kronfac.curvature.block import Operator as Operator
+from kronfac.curvature.block_diagonal import BlockDiagonalInverse as BlockDiagonalInverse
+from kronfac.curvature.block_tridiagonal import BlockTridiagonalInverse as BlockTridiagonalInverse
+from kronfac.curvature.dense import DenseBlock as DenseBlock
+from kronfac.curvature.dense import DenseMoments as DenseMoments
+from kronfac.curvature.diagonal import DiagonalBlock as DiagonalBlock
+from kronfac.curvature.diagonal import DiagonalMoments as DiagonalMoments
+from kronfac.curvature.ekfac import EigenvalueCorrectedInverse as EigenvalueCorrectedInverse
+from kronfac.curvature.estimate import ema_decay as ema_decay
+from kronfac.curvature.fisher import EmpiricalFisher as EmpiricalFisher
+from kronfac.curvature.fisher import ExactFisher as ExactFisher
+from kronfac.curvature.fisher import Fisher as Fisher
+from kronfac.curvature.fisher import SampledFisher as SampledFisher
+from kronfac.curvature.grouped import GroupedKroneckerBlock as GroupedKroneckerBlock
+from kronfac.curvature.grouped import GroupedKroneckerMoments as GroupedKroneckerMoments
+from kronfac.curvature.inverse import ApproximateInverse as ApproximateInverse
+from kronfac.curvature.inverse import Curvature as Curvature
+from kronfac.curvature.inverse import DampedInverse as DampedInverse
+from kronfac.curvature.inverse import Link as Link
+from kronfac.curvature.kronecker import KroneckerBlock as KroneckerBlock
+from kronfac.curvature.kronecker import KroneckerMoments as KroneckerMoments
+from kronfac.curvature.taps import AnyTap as AnyTap
+from kronfac.curvature.taps import ElementwiseTap as ElementwiseTap
+from kronfac.curvature.taps import GroupedTap as GroupedTap
+from kronfac.curvature.taps import Inputs as Inputs
+from kronfac.curvature.taps import OneHot as OneHot
+from kronfac.curvature.taps import SummedGradient as SummedGradient
+from kronfac.curvature.taps import Tap as Tap
+from kronfac.curvature.taps import Taps as Taps
+from kronfac.curvature.tied import KroneckerSumBlock as KroneckerSumBlock
+from kronfac.curvature.tied import KroneckerSumMoments as KroneckerSumMoments
+from kronfac.curvature.tikhonov import ExactTikhonov as ExactTikhonov
+from kronfac.curvature.tikhonov import FactoredTikhonov as FactoredTikhonov

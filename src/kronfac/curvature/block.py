@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_chec
 import torch
 from torch import Tensor
 
-from kronfac.curvature.taps import Taps
-from kronfac.errors import StateError
+from kronfac.curvature.taps import OneHot, Rows, Taps
+from kronfac.errors import StateError, UnsupportedModelError
+from kronfac.linalg import shifted_inverses
+from kronfac.linalg.spd import add_gram
 from kronfac.storage import Layout, Storable
 
 if TYPE_CHECKING:
@@ -34,11 +36,9 @@ class Operator(Protocol):
 
     def mv(self, V: Tensor) -> Tensor:
         """The product with V (rows, columns): a new tensor, which the caller may overwrite."""
-        ...
 
     def to_dense(self) -> Tensor:
         """The matrix itself, in the layout of vec(V), which stacks columns."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -147,28 +147,145 @@ def traces(M: Tensor) -> Tensor:
     return (M if M.dim() == 1 else M.diagonal(dim1=-2, dim2=-1)).sum(dim=-1, dtype=torch.float64)
 
 
-class Summand(Protocol):
-    """Statistics that are summed over the ranks."""
+class FactoredMoments(Moments):
+    """Moments whose inverse consists of the inverses of a few symmetric matrices, each with a shift."""
+
+    @abstractmethod
+    def shifted(self, gamma: float, tikhonov: "Tikhonov") -> list[tuple[Tensor, Tensor, str]]:
+        """The matrices (or their diagonals), what damping adds to their diagonals, and their names."""
+
+    @abstractmethod
+    def assembled(self, inverses: Sequence[Tensor]) -> Operator:
+        """The inverse of the curvature from the inverses of these matrices."""
+
+    def damped(self, gamma: float, tikhonov: "Tikhonov") -> Operator:
+        inverses = []
+        for M in shifted_inverses(*zip(*self.shifted(gamma, tikhonov), strict=True)):
+            if isinstance(M, Exception):
+                raise M
+            inverses.append(M)
+        return self.assembled(inverses)
+
+
+# --------------------------------------------------------------------------------------- moving averages
+
+
+class Product:
+    """ε · old + (1 − ε) · (sum or mean of x yᵀ), without a pass over memory of its own.
+
+    On a CPU the passes over memory that this saves cost as much as the products themselves.
+
+    Args:
+        old: the average so far, which is only read.
+        decay: ε; it counts as 0 without an old value.
+        diagonal: whether only the diagonal is kept.
+        symmetric: whether x is y.
+    """
+
+    def __init__(
+        self, old: Tensor | None, decay: float, diagonal: bool = False, symmetric: bool = False
+    ) -> None:
+        self._old = old if decay else None
+        self._default = old
+        self._decay = 0.0 if old is None else decay
+        self._diagonal, self._symmetric = diagonal, symmetric
+        self._sum: Tensor | None = None
+        self._apart = False
+        self.count = 0.0
+        """Vectors in the mean; 0 for a sum."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added."""
+        return self._sum is None
+
+    def add(self, x: Rows, y: Rows, weight: float) -> None:
+        """Add weight · Σ x yᵀ over the vectors (…, vectors, features) of x and y."""
+        if isinstance(x, OneHot):
+            squares = x.squares()
+            self.add_sum(squares if self._diagonal else torch.diag(squares), weight)
+            return
+        one = x is y
+        x, y = (z if isinstance(z, Tensor) else z.all() for z in (x, y))
+        if self._diagonal:
+            self.add_sum(torch.einsum("ni,ni->i", x, y), weight)
+        elif one and x.dim() == 2:
+            before, decay = (self._sum, 1.0) if self._sum is not None else (self._old, self._decay)
+            self._sum = add_gram(before, x, decay, weight * (1 - self._decay))
+        else:
+            self.add_sum(x.mT @ y, weight)
+
+    def add_sum(self, new: Tensor, weight: float) -> None:
+        """Add weight · new, which is overwritten."""
+        new = new.mul_(weight * (1 - self._decay))
+        if self._sum is not None:
+            self._sum.add_(new)
+        else:
+            self._sum = new if self._old is None else new.add_(self._old, alpha=self._decay)
+
+    def add_to_mean(
+        self, xs: Sequence[Rows], ys: Sequence[Rows] | None = None, each: float = 1.0
+    ) -> None:
+        """Add x yᵀ for further vectors to the mean, of which each counts `each`; y = x if left out."""
+        more = each * sum(x.shape[-2] for x in xs)
+        if not more and self._sum is not None:
+            return
+        share = more / (self.count + more) if more else 0.0
+        self.count += more
+        if self._sum is not None:
+            self._sum.mul_(1 - share)
+            if self._old is not None:
+                self._sum.add_(self._old, alpha=share * self._decay)
+        for x, y in zip(xs, xs if ys is None else ys, strict=True):
+            self.add(x, y, each / self.count if more else 0.0)
+
+    def summand(self, total: float) -> Part:
+        """What is summed over the ranks: all but the old value; a mean by its share of `total` vectors."""
+        if self._sum is None:
+            assert self._default is not None
+            self._sum = torch.zeros_like(self._default)
+        elif self._old is not None:
+            self._sum.sub_(self._old, alpha=self._decay)
+        if total:
+            self._sum.mul_(self.count / total)
+        self._apart = True
+        return self._sum, self._symmetric
+
+    def value(self) -> Tensor:
+        """The average with everything that was added; the old one if nothing was."""
+        if self._apart and self._sum is not None and self._old is not None:
+            self._sum.add_(self._old, alpha=self._decay)
+        self._apart = False
+        value = self._default if self._sum is None else self._sum
+        if value is None:
+            raise UnsupportedModelError(
+                "A unit was not used by any of the examples that the statistics are taken on. Choose "
+                "a larger statistics_fraction, or freeze what the loss does not depend on."
+            )
+        return value
+
+
+class Summands:
+    """Statistics that are summed over the ranks, as a list of products."""
+
+    products: Sequence[Product] = ()
 
     def counts(self) -> list[float]:
         """The number of vectors in each part, for parts that are means; 0 for sums."""
-        ...
+        return [product.count for product in self.products]
 
-    def weigh(self, totals: Sequence[float]) -> None:
-        """Multiply means by their share of all ranks' vectors, so that sums over the ranks are means."""
-        ...
+    def parts(self, totals: Sequence[float]) -> list[Part]:
+        """The sums and means so far, without old values; means by their share of all ranks' vectors.
 
-    def parts(self) -> list[Part]:
-        """The sums and means so far, of an average without an old value.
-
-        After something was added: all ranks have the same shapes.
+        All ranks have the same shapes, once something was added.
         """
-        ...
+        return [product.summand(n) for product, n in zip(self.products, totals, strict=True)]
 
 
-class Average(Summand, Protocol):
+class Average(Summands, ABC):
     """A moving average in the making: decay · old + (1 − decay) · (sums and means over the taps)."""
 
+    @abstractmethod
     def add(self, taps: Taps, each: float, weight: float) -> None:
         """Add the statistics of one pass.
 
@@ -178,11 +295,10 @@ class Average(Summand, Protocol):
                 passes share one forward pass.
             weight: the factor of Σ g gᵀ.
         """
-        ...
 
+    @abstractmethod
     def value(self) -> Moments:
         """The average with everything that was added."""
-        ...
 
 
 class Block(ABC):
@@ -207,7 +323,7 @@ class Block(ABC):
 S = TypeVar("S", bound=Storable)
 
 
-class SumAverage:
+class SumAverage(Average):
     """decay · old + (1 − decay) Σ observe(taps), for moments that are linear in the data."""
 
     def __init__(self, block: Block, old: Moments | None, decay: float) -> None:
@@ -215,35 +331,20 @@ class SumAverage:
         self._sum: Moments | None = None
 
     def add(self, taps: Taps, each: float, weight: float) -> None:
-        """Add the statistics of one pass."""
         new = self._block.observe(taps, weight)
         self._sum = new if self._sum is None else _combine(self._sum, 1.0, new, 1.0)
 
     def value(self) -> Moments:
-        """The average with everything that was added."""
         if self._sum is None:
             assert self._old is not None
             return self._old
-        return blend(self._old, self._sum, self._decay)
+        if self._old is None or self._decay == 0:
+            return self._sum
+        return _combine(self._old, self._decay, self._sum, 1 - self._decay)
 
-    def counts(self) -> list[float]:
-        """None: there are no means."""
-        return []
-
-    def weigh(self, totals: Sequence[float]) -> None:
-        """Nothing: there are no means."""
-
-    def parts(self) -> list[Part]:
-        """The fields of the sum."""
+    def parts(self, totals: Sequence[float]) -> list[Part]:
         assert self._sum is not None
         return parts_of(self._sum)
-
-
-def blend(old: Storable | None, new: S, decay: float) -> S:
-    """decay · old + (1 − decay) · new; the new one if there is no old one of its kind."""
-    if decay == 0 or not isinstance(old, type(new)):
-        return new
-    return _combine(old, decay, new, 1 - decay)
 
 
 def _combine(a: S, x: float, b: S, y: float) -> S:

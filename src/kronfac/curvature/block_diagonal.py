@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from kronfac.curvature.block import InverseCost, Moments, eigh_cost
-from kronfac.curvature.dense import DenseMoments, DenseOperator
+from kronfac.curvature.block import FactoredMoments, InverseCost, Moments, eigh_cost
+from kronfac.curvature.dense import DenseMoments
 from kronfac.curvature.inverse import ApproximateInverse, Curvature, DampedInverse, Failed, Piece
 from kronfac.curvature.kronecker import Eigen, Eigenbasis, KroneckerMoments, eigen
 from kronfac.curvature.tikhonov import ExactTikhonov, FactoredTikhonov, Tikhonov
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
-from kronfac.linalg import Failure, KroneckerProduct, each, low_rank_pays, shifted_inverses
+from kronfac.linalg import Failure, each, low_rank_pays, shifted_inverses
 
 
 @dataclass(frozen=True)
@@ -96,23 +95,23 @@ class PreparedBlocks:
         )
 
     def _together(self, gamma: float) -> dict[int, Piece]:
-        """Kronecker and dense blocks, all their matrices at once: in parallel, equal shapes in one call.
+        """Blocks that are inverted by their matrices, all at once: in parallel, equal shapes in one call.
 
         Networks have dozens of normalisation layers, whose dense blocks are small.
         """
-        work: dict[int, list[tuple[Tensor, Tensor, str]]] = {}
-        for i, block in enumerate(self._blocks):
-            if i in self._bases:
-                continue
+        work = {
+            i: block.shifted(gamma, self._tikhonov)
+            for i, block in enumerate(self._blocks)
             # A class that only extends these may invert in its own way.
-            if type(block) is KroneckerMoments and isinstance(self._tikhonov, FactoredTikhonov):
-                shift_A, shift_G = self._tikhonov.shifts(block.A, block.G, gamma)
-                work[i] = [(block.A, shift_A, f"A[{i}]"), (block.G, shift_G, f"G[{i}]")]
-            elif type(block) is DenseMoments:
-                work[i] = [(M, M.new_tensor(gamma**2), f"M[{i}]") for M in block.M]
+            if i not in self._bases and type(block) in (KroneckerMoments, DenseMoments)
+            if isinstance(block, FactoredMoments)
+        }
         if not work:
             return {}
-        matrices, shifts, names = zip(*(one for own in work.values() for one in own), strict=True)
+        matrices, shifts, names = zip(
+            *((M, shift, f"{name}[{i}]") for i, own in work.items() for M, shift, name in own),
+            strict=True,
+        )
         inverted = iter(shifted_inverses(matrices, shifts, names))
         return {
             i: _assembled(self._blocks[i], [next(inverted) for _ in own]) for i, own in work.items()
@@ -136,9 +135,8 @@ def _assembled(block: Moments, inverted: Sequence[Tensor | Failure]) -> Piece:
     matrices = [M for M in inverted if isinstance(M, Tensor)]
     if len(matrices) < len(inverted):
         return Failed(str(next(M for M in inverted if not isinstance(M, Tensor))))
-    if isinstance(block, DenseMoments):
-        return DenseOperator(torch.stack(matrices), block.rows, block.columns)
-    return KroneckerProduct(*matrices)
+    assert isinstance(block, FactoredMoments)
+    return block.assembled(matrices)
 
 
 def _try_eigen(M: Tensor, name: str) -> Eigen | Failure:

@@ -16,7 +16,7 @@ With Aᵢ₊₁ = L Lᵀ the subtracted term is R Rᵀ for R = A_nextᵢ L⁻ᵀ
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,19 +38,14 @@ from kronfac.errors import NonFiniteError, NotPositiveDefiniteError, StateError
 from kronfac.linalg import (
     KroneckerDifferenceInverse,
     KroneckerProduct,
-    SmithDifferenceInverse,
     decompose,
     each,
     inverse_from_cholesky,
     shifted_choleskys,
-    smith,
 )
 from kronfac.storage import Layout
 
-Solver = Literal["decomposition", "smith"]
-POWERS = 6
-"""Powers that Smith's iteration keeps as a rule; how many it takes depends on the correlations."""
-SigmaInverse = KroneckerDifferenceInverse | SmithDifferenceInverse | KroneckerProduct
+SigmaInverse = KroneckerDifferenceInverse | KroneckerProduct
 
 
 @dataclass(frozen=True)
@@ -58,20 +53,13 @@ class BlockTridiagonalInverse(ApproximateInverse):
     """The Fisher with neighbouring layers correlated; for a chain of layers, other units by themselves.
 
     Args:
-        tikhonov: the norm in π. The exact form has no efficient inverse here [MG15 §6.3].
-        solver: how Σ⁻¹ is computed, `"decomposition"` or `"smith"`, the squaring iteration, which
-            needs no eigendecomposition but more products a step [MG15 App. B].
+        tikhonov: how the damping enters. The exact form has no efficient inverse here [MG15 §6.3].
     """
 
     couples: ClassVar[bool] = True
     tikhonov: FactoredTikhonov = field(default_factory=FactoredTikhonov)
-    solver: Solver = "decomposition"
 
     def __post_init__(self) -> None:
-        if self.solver not in get_args(Solver):
-            raise ValueError(
-                f"BlockTridiagonalInverse's solver is one of {get_args(Solver)}; got {self.solver!r}."
-            )
         if not isinstance(self.tikhonov, FactoredTikhonov):
             raise ValueError(
                 "BlockTridiagonalInverse works with FactoredTikhonov only: the exact form has no "
@@ -90,10 +78,6 @@ class BlockTridiagonalInverse(ApproximateInverse):
         couple = 2.0 * min(
             r * r_next * c_next + r * c_next * c, r_next * c_next * c + r * r_next * c
         )
-        if self.solver == "smith":
-            squares = POWERS * (c**2 + r**2)
-            cubes = POWERS * float(c**3 + r**3)
-            return InverseCost(Psi + squares, regression + cubes, couple + POWERS * r * c * (r + c))
         k_A, k_G = min(c, c_next), min(r, r_next)
         return InverseCost(
             Psi + c * k_A + r * k_G + k_A * k_G,
@@ -102,7 +86,7 @@ class BlockTridiagonalInverse(ApproximateInverse):
         )
 
     def prepare(self, curvature: Curvature) -> "PreparedChains":
-        return PreparedChains(curvature, self.tikhonov, self.solver)
+        return PreparedChains(curvature, self.tikhonov)
 
 
 @dataclass(frozen=True)
@@ -170,7 +154,6 @@ class PreparedChains:
 
     curvature: Curvature
     tikhonov: FactoredTikhonov
-    solver: Solver
 
     def damped(self, gamma: float) -> DampedInverse:
         runs = chains(self.curvature)
@@ -209,8 +192,7 @@ class PreparedChains:
             [f"{side}[{i}]" for side in "AG" for i in range(count)],
         )
         L_A, L_G = L[:count], L[count:]
-        solvers = [self.solver] * (count - 1)
-        between = each(_between, L_A[:-1], L_G[:-1], known, L_A[1:], L_G[1:], solvers)
+        between = each(_between, L_A[:-1], L_G[:-1], known, L_A[1:], L_G[1:])
         Sigma_inv, Psi_A, Psi_G = zip(*between, strict=True)
         last = KroneckerProduct(inverse_from_cholesky(L_A[-1]), inverse_from_cholesky(L_G[-1]))
         return DampedChain((*Sigma_inv, last), Psi_A, Psi_G)
@@ -228,13 +210,12 @@ def chains(curvature: Curvature) -> list[tuple[int, int]]:
 
 
 def _between(
-    L_A: Tensor, L_G: Tensor, link: Link, next_L_A: Tensor, next_L_G: Tensor, solver: Solver
+    L_A: Tensor, L_G: Tensor, link: Link, next_L_A: Tensor, next_L_G: Tensor
 ) -> tuple[SigmaInverse, Tensor, Tensor]:
     """Σ⁻¹, Ψᴬ and Ψᴳ of a unit and the next."""
     R_A, Psi_A = _regress(link.A_next, next_L_A)
     R_G, Psi_G = _regress(link.G_next, next_L_G)
-    solve = decompose if solver == "decomposition" else smith
-    return solve(L_A, L_G, R_A, R_G), Psi_A, Psi_G
+    return decompose(L_A, L_G, R_A, R_G), Psi_A, Psi_G
 
 
 def _regress(cross: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,16 +5,16 @@ V, each with a matrix of its own. The curvature between the pieces is left out.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kronfac.curvature.block import Block, Moments, traces
+from kronfac.curvature.block import Block, FactoredMoments, Moments, traces
 from kronfac.curvature.taps import Taps, gradients_of_examples
 from kronfac.curvature.tikhonov import Tikhonov
-from kronfac.linalg import batched_inverse
 from kronfac.storage import Shapes, Storable
 
 LIMIT = 512
@@ -41,70 +41,54 @@ def _pieces(rows: int, columns: int, limit: int) -> int:
     return min(math.ceil(rows * columns / limit), rows)
 
 
-def _to_dense(parts: Tensor, rows: int, columns: int) -> Tensor:
-    """The matrix over vec(V) that has these on its diagonal, each over the vec of its piece."""
-    index = torch.arange(rows * columns, device=parts.device).view(columns, rows).mT
-    inside = torch.full((rows, columns), 1, device=parts.device)
-    numbers = _vectors(index, len(parts), parts.shape[-1])
-    valid = _vectors(inside, len(parts), parts.shape[-1]) == 1  # not padding
-    dense = parts.new_zeros(rows * columns, rows * columns)
-    for part, number, kept in zip(parts, numbers, valid, strict=True):
-        at = number[kept]
-        dense[at[:, None], at] = part[kept][:, kept]
-    return dense
-
-
 @dataclass(frozen=True)
-class DenseOperator(Storable):
-    """V ↦ (M + γ² I)⁻¹ vec(V), piece by piece."""
+class DenseMatrix(Storable):
+    """V ↦ M vec(V), piece by piece."""
 
-    inverse: Tensor  # (pieces, size, size)
-    rows: int
-    columns: int
-
-    def shapes(self, rows: int, columns: int) -> Shapes:
-        """A matrix over the vec of every piece."""
-        return {"inverse": [("pieces", "size", "size")]}
-
-    def mv(self, V: Tensor) -> Tensor:
-        """The product."""
-        vectors = _vectors(V, len(self.inverse), self.inverse.shape[-1])
-        return _matrix((self.inverse @ vectors.unsqueeze(-1)).squeeze(-1), *V.shape)
-
-    def to_dense(self) -> Tensor:
-        """The matrix."""
-        return _to_dense(self.inverse, self.rows, self.columns)
-
-
-@dataclass(frozen=True)
-class DenseMoments(Moments):
-    """M of every piece."""
-
-    symmetric: ClassVar[tuple[str, ...]] = ("M",)
     M: Tensor  # (pieces, size, size), for the vec of every piece, which stacks columns
     rows: int
     columns: int
 
     def shapes(self, rows: int, columns: int) -> Shapes:
-        """A matrix over the vec of every piece."""
         return {"M": [("pieces", "size", "size")]}
 
-    def damped(self, gamma: float, tikhonov: Tikhonov) -> DenseOperator:
-        """(M + γ² I)⁻¹."""
-        shifts = self.M.new_full((len(self.M),), gamma**2)
-        return DenseOperator(batched_inverse(self.M, shifts, "M"), self.rows, self.columns)
+    def mv(self, V: Tensor) -> Tensor:
+        vectors = _vectors(V, len(self.M), self.M.shape[-1])
+        return _matrix((self.M @ vectors.unsqueeze(-1)).squeeze(-1), *V.shape)
+
+    def to_dense(self) -> Tensor:
+        """M, with zeros between the pieces."""
+        index = torch.arange(self.rows * self.columns, device=self.M.device)
+        index = index.view(self.columns, self.rows).mT
+        numbers = _vectors(index, len(self.M), self.M.shape[-1])
+        valid = _vectors(torch.ones_like(index), len(self.M), self.M.shape[-1]) == 1  # not padding
+        dense = self.M.new_zeros(index.numel(), index.numel())
+        for part, number, kept in zip(self.M, numbers, valid, strict=True):
+            at = number[kept]
+            dense[at[:, None], at] = part[kept][:, kept]
+        return dense
+
+
+@dataclass(frozen=True)
+class DenseMoments(DenseMatrix, FactoredMoments):
+    """M of every piece."""
+
+    symmetric: ClassVar[tuple[str, ...]] = ("M",)
+
+    def shifted(self, gamma: float, tikhonov: Tikhonov) -> list[tuple[Tensor, Tensor, str]]:
+        """M + γ² I."""
+        return [(M, M.new_tensor(gamma**2), "M") for M in self.M]
+
+    def assembled(self, inverses: Sequence[Tensor]) -> DenseMatrix:
+        return DenseMatrix(torch.stack([*inverses]), self.rows, self.columns)
 
     def trace(self) -> Tensor:
-        """tr M."""
         return traces(self.M).sum()
 
-    def dense(self) -> Tensor:
-        """M, with zeros between the pieces."""
-        return _to_dense(self.M, self.rows, self.columns)
+    dense = DenseMatrix.to_dense
 
     @property
     def size(self) -> int:
-        """The number of parameters."""
         return self.rows * self.columns
 
 
@@ -120,7 +104,6 @@ class DenseBlock(Block):
     limit: int = LIMIT
 
     def describe(self, rows: int, columns: int) -> str:
-        """Its name, and how many pieces it has."""
         pieces = _pieces(rows, columns, self.limit)
         return "dense" if pieces == 1 else f"dense, {pieces} pieces"
 

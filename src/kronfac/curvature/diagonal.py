@@ -21,51 +21,38 @@ from kronfac.storage import Shapes, Storable
 
 @dataclass(frozen=True)
 class DiagonalOperator(Storable):
-    """V ↦ V ⊘ (D + γ²)."""
-
-    scale: Tensor  # (rows, columns)
-
-    def shapes(self, rows: int, columns: int) -> Shapes:
-        """That of V."""
-        return {"scale": (rows, columns)}
-
-    def mv(self, V: Tensor) -> Tensor:
-        """The product."""
-        return V * self.scale
-
-    def to_dense(self) -> Tensor:
-        """The matrix, for vec(V), which stacks columns."""
-        return torch.diag(self.scale.mT.reshape(-1))
-
-
-@dataclass(frozen=True)
-class DiagonalMoments(Moments):
-    """D, the diagonal."""
+    """V ↦ D ⊙ V."""
 
     D: Tensor  # (rows, columns)
 
     def shapes(self, rows: int, columns: int) -> Shapes:
-        """That of V."""
         return {"D": (rows, columns)}
+
+    def mv(self, V: Tensor) -> Tensor:
+        return V * self.D
+
+    def to_dense(self) -> Tensor:
+        return torch.diag(self.D.mT.reshape(-1))
+
+
+@dataclass(frozen=True)
+class DiagonalMoments(DiagonalOperator, Moments):
+    """D, the diagonal of the curvature."""
 
     def damped(self, gamma: float, tikhonov: Tikhonov) -> DiagonalOperator:
         """1 / (D + γ²): a diagonal has no use for a factored damping."""
-        scale = (self.D + gamma**2).reciprocal_()
-        if not bool(scale.isfinite().all()):
+        inverse = (self.D + gamma**2).reciprocal_()
+        if not bool(inverse.isfinite().all()):
             raise NonFiniteError("The diagonal is not finite, or 0 without damping.")
-        return DiagonalOperator(scale)
+        return DiagonalOperator(inverse)
 
     def trace(self) -> Tensor:
-        """Σ D."""
         return self.D.sum(dtype=torch.float64)
 
-    def dense(self) -> Tensor:
-        """diag(D)."""
-        return torch.diag(self.D.mT.reshape(-1))
+    dense = DiagonalOperator.to_dense
 
     @property
     def size(self) -> int:
-        """The number of parameters."""
         return self.D.numel()
 
 
@@ -76,7 +63,6 @@ class DiagonalBlock(Block):
     moments: ClassVar[type[Moments]] = DiagonalMoments
 
     def describe(self, rows: int, columns: int) -> str:
-        """Its name."""
         return "diagonal"
 
     def observe(self, taps: Taps, weight: float) -> DiagonalMoments:

@@ -38,9 +38,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kronfac.curvature.block import InverseCost, Moments, Part
+from kronfac.curvature.block import InverseCost, Moments, Product
 from kronfac.curvature.block_diagonal import PreparedBlocks, cost_in_eigenbasis
-from kronfac.curvature.inverse import ApproximateInverse, Curvature, DampedInverse
+from kronfac.curvature.inverse import (
+    ApproximateInverse,
+    Curvature,
+    DampedInverse,
+    InverseUpdate,
+    Piece,
+)
 from kronfac.curvature.taps import AnyTap, SummedGradient, Tap, Taps, gradients_of_examples
 from kronfac.curvature.tikhonov import FactoredTikhonov, Tikhonov
 from kronfac.linalg import InverseInEigenbasis, rotate
@@ -69,75 +75,54 @@ class EigenvalueCorrectedInverse(ApproximateInverse):
         return EigenvalueUpdate(inverse, decay)
 
 
-class EigenvalueUpdate:
+class EigenvalueUpdate(InverseUpdate):
     """An inverse whose S takes in the statistics of one step; the old one is only read."""
 
     def __init__(self, inverse: DampedInverse, decay: float) -> None:
         self._inverse = inverse
         self._averages = [
-            _Average(piece, decay) if isinstance(piece, InverseInEigenbasis) else None
+            Product(piece.S, min(1 - 1 / (piece.observed + 2), decay))
+            if isinstance(piece, InverseInEigenbasis)
+            else None
             for piece in inverse.pieces
         ]
+        self.products = [average for average in self._averages if average is not None]
 
     def add(self, taps: Sequence[Taps], weight: float) -> None:
-        """Add the taps of all units in one backward pass; `weight` is the factor of squared gradients."""
-        for average, unit in zip(self._averages, taps, strict=True):
+        for piece, average, unit in zip(self._inverse.pieces, self._averages, taps, strict=True):
             # Without uses there are no gradients of examples; the next refresh has another block.
             if average is not None and not isinstance(unit, SummedGradient) and len(unit):
-                average.add(unit, weight)
-
-    def parts(self) -> list[Part]:
-        """The new sums of all units, zeros for one that was not used here."""
-        return [(average.new(), False) for average in self._averages if average is not None]
+                assert isinstance(piece, InverseInEigenbasis)
+                _add_squares(average, piece, unit, weight)
 
     def value(self) -> DampedInverse:
-        """The inverse with everything that was added."""
         pairs = zip(self._inverse.pieces, self._averages, strict=True)
-        pieces = [piece if average is None else average.value() for piece, average in pairs]
-        return replace(self._inverse, pieces=tuple(pieces))
+        return replace(self._inverse, pieces=tuple(_updated(*pair) for pair in pairs))
 
 
-class _Average:
-    """S of one unit with the statistics of one step in it."""
+def _add_squares(
+    average: Product, basis: InverseInEigenbasis, taps: Sequence[AnyTap], weight: float
+) -> None:
+    """Add weight · Σ_examples (E_Gᵀ (Σ_places g āᵀ) E_A)²."""
+    only = taps[0] if len(taps) == 1 else None
+    if isinstance(only, Tap) and isinstance(only.inputs, Tensor) and only.grads.shape[1] == 1:
+        # The square of one outer product is the outer product of the squares: one product for all.
+        a, g = only.inputs.squeeze(1), only.grads.squeeze(1)
+        columns, rows = (g, a) if only.transposed else (a, g)
+        columns, rows = rotate(columns, basis.E_A), rotate(rows, basis.E_G)
+        average.add(rows.square(), columns.square(), weight)
+        return
+    for V in gradients_of_examples(taps):
+        rotated = rotate(rotate(V, basis.E_A).mT, basis.E_G).mT
+        average.add_sum(rotated.square().sum(dim=0), weight)
 
-    def __init__(self, old: InverseInEigenbasis, decay: float) -> None:
-        self._old = old
-        self._decay = min(1 - 1 / (old.observed + 2), decay)
-        self._sum: Tensor | None = None
-        self._apart = False
 
-    def add(self, taps: Sequence[AnyTap], weight: float) -> None:
-        """Add weight · Σ_examples (E_Gᵀ (Σ_places g āᵀ) E_A)²."""
-        if self._sum is None:
-            self._sum = self._old.S * self._decay
-        weight *= 1 - self._decay
-        only = taps[0] if len(taps) == 1 else None
-        if isinstance(only, Tap) and isinstance(only.inputs, Tensor) and only.grads.shape[1] == 1:
-            # The square of one outer product is the outer product of the squares: one product for all.
-            a, g = only.inputs.squeeze(1), only.grads.squeeze(1)
-            columns, rows = (g, a) if only.transposed else (a, g)
-            columns, rows = rotate(columns, self._old.E_A), rotate(rows, self._old.E_G)
-            self._sum.addmm_(rows.square().mT, columns.square(), alpha=weight)
-            return
-        for V in gradients_of_examples(taps):
-            rotated = rotate(rotate(V, self._old.E_A).mT, self._old.E_G).mT
-            self._sum.add_(rotated.square().sum(dim=0), alpha=weight)
-
-    def new(self) -> Tensor:
-        """The sum that was added, without the old S, which `value` adds again."""
-        if self._sum is None:
-            self._sum = torch.zeros_like(self._old.S)
-        else:
-            self._sum.sub_(self._old.S, alpha=self._decay)
-        self._apart = True
-        return self._sum
-
-    def value(self) -> InverseInEigenbasis:
-        """The operator with the new S; the old one if nothing was added."""
-        if self._sum is None:
-            return self._old
-        if self._apart:
-            self._sum.add_(self._old.S, alpha=self._decay)
-        # A square may be infinite, or 0 · ∞, where A and G are finite; then the last value stays.
-        S = torch.where(self._sum.isfinite(), self._sum, self._old.S)
-        return replace(self._old, S=S, observed=self._old.observed + 1)
+def _updated(piece: Piece, average: Product | None) -> Piece:
+    """The operator with the new S; the old one if nothing was added."""
+    if average is None or average.empty:
+        return piece
+    assert isinstance(piece, InverseInEigenbasis)
+    new = average.value()
+    # A square may be infinite, or 0 · ∞, where A and G are finite; then the last value stays.
+    S = torch.where(new.isfinite(), new, piece.S)
+    return replace(piece, S=S, observed=piece.observed + 1)

@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kronfac.curvature.block import Average, Block, Moments, Part, Summand, blend
+from kronfac.curvature.block import Average, Block, Moments, Product, Summands
 from kronfac.curvature.fisher import Draws, Fisher, Outputs, Signs
 from kronfac.curvature.inverse import Curvature, InverseUpdate, Link
-from kronfac.curvature.kronecker import KroneckerBlock, Product, uses_of
+from kronfac.curvature.kronecker import KroneckerBlock, uses_of
 from kronfac.curvature.taps import Rows, SummedGradient, Tap, Taps
 from kronfac.distributed import ALONE, World
 from kronfac.objective import Terms
@@ -42,17 +42,14 @@ class Examples(Protocol):
     @property
     def examples(self) -> int:
         """How many there are."""
-        ...
 
     @property
     def terms(self) -> Sequence[Terms]:
         """The terms of every loss call."""
-        ...
 
     @property
     def apart(self) -> bool:
         """Whether terms belong to examples, the terms of one after the other; else each counts alone."""
-        ...
 
 
 class Tapped(Protocol):
@@ -61,16 +58,13 @@ class Tapped(Protocol):
     @property
     def outputs(self) -> Sequence[Tensor]:
         """z of every loss call, (terms, event)."""
-        ...
 
     @property
     def summed(self) -> bool:
         """Whether for some units only the gradient summed over the examples is known."""
-        ...
 
     def taps(self, vectors: Sequence[Tensor | None]) -> Sequence[Taps]:
         """The taps of every unit for rᵀf, one r for each loss call."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -139,17 +133,12 @@ def estimate(
         raise ValueError(
             f"The moving average is of {len(old.blocks)} units, the network has {len(blocks)}."
         )
-    alone = sample.world.size == 1
     known = [_old(block, old, n) for n, block in enumerate(blocks)]
-    # The old averages are the same on all ranks: they enter once, after the sum over the ranks.
-    averages = [
-        block.average(before if alone else None, decay if alone else 0.0)
-        for block, before in zip(blocks, known, strict=True)
-    ]
-    chains = Chains(blocks, links, old if alone else None, decay if alone else 0.0)
+    averages = [block.average(own, decay) for block, own in zip(blocks, known, strict=True)]
+    chains = Chains(blocks, links, old, decay)
     met = [False] * len(blocks)
     signs: Signs | None = None
-    summed, divided = _SummedGradients(), not alone or len(sample.passes) > 1
+    summed, divided = _SummedGradients(), sample.world.size > 1 or len(sample.passes) > 1
     for visit in _visits(sample, fisher, generator):
         part, view = visit.part, visit.view
         scale = part.terms[0].scale or 1.0
@@ -180,70 +169,58 @@ def estimate(
                 update.add(taps, weight)
             each = 0.0
     summed.add_to(averages, met, sample.world)
+    ranks = sample.world.size > 1
     for n, average in enumerate(averages):
-        if not met[n] and (not alone or known[n] is None):
+        if not met[n] and (ranks or known[n] is None):
             average.add(sample.nothing(n), 0.0, 0.0)
-    examples = _examples(sample.examples, old, decay)
-    if alone:
-        return Curvature(tuple(average.value() for average in averages), chains.value(), examples)
-    used = _sum_over_ranks(sample.world, averages, met, chains, update)
+    if ranks:
+        summands = [*averages, chains, *([] if update is None else [update])]
+        met = _sum_over_ranks(sample.world, summands, met)
     moments = tuple(
-        before if before is not None and n not in used else blend(before, average.value(), decay)
-        for n, (before, average) in enumerate(zip(known, averages, strict=True))
+        average.value() if used or before is None else before
+        for average, before, used in zip(averages, known, met, strict=True)
     )
-    linked = chains.value()
-    before_linked = old.links if old is not None and old.links else [None] * len(linked)
-    blended = tuple(
-        None if link is None else blend(before, link, decay)
-        for before, link in zip(before_linked, linked, strict=True)
-    )
-    return Curvature(moments, blended, examples)
+    return Curvature(moments, chains.value(), _examples(sample.examples, old, decay))
 
 
-def _sum_over_ranks(
-    world: World,
-    averages: Sequence[Average],
-    met: Sequence[bool],
-    chains: "Chains",
-    update: InverseUpdate | None,
-) -> set[int]:
-    """Sum the statistics over the ranks; return the numbers of the units that any rank has used."""
-    summands: list[Summand] = [*averages, chains]
+def _sum_over_ranks(world: World, summands: Sequence[Summands], met: list[bool]) -> list[bool]:
+    """Sum the statistics over the ranks; return for each unit whether any rank has used it."""
     counts = [summand.counts() for summand in summands]
     totals = world.total([*map(float, met), *(n for own in counts for n in own)], "statistics")
     rest = iter(totals[len(met) :])
-    parts: list[Part] = []
-    for own, summand in zip(counts, summands, strict=True):
-        summand.weigh([next(rest) for _ in own])
-        parts += summand.parts()
-    parts += [] if update is None else update.parts()
+    parts = [
+        part
+        for own, summand in zip(counts, summands, strict=True)
+        for part in summand.parts([next(rest) for _ in own])
+    ]
     world.sum([V for V, _ in parts], "statistics", symmetric=[symmetric for _, symmetric in parts])
-    return {n for n, ranks in enumerate(totals[: len(met)]) if ranks}
+    return [ranks > 0 for ranks in totals[: len(met)]]
 
 
-class Chains:
-    """Moving averages of the cross moments of neighbouring units, like an `Average` of all of them."""
+class Chains(Summands):
+    """Moving averages of the cross moments of neighbouring units."""
 
     def __init__(
         self, blocks: Sequence[Block], links: Sequence[bool], old: Curvature | None, decay: float
     ) -> None:
+        known = old.links if old is not None and old.links else [None] * len(links)
         self._blocks = blocks
-        self._products: list[tuple[Product, Product] | None] = []
-        for i, linked in enumerate(links):
-            link = old.links[i] if old is not None and old.links else None
+        self._pairs: list[tuple[Product, Product] | None] = []
+        for linked, link in zip(links, known, strict=True):
             sides = (None, None) if link is None else (link.A_next, link.G_next)
             A_next, G_next = (Product(side, decay) for side in sides)
-            self._products.append((A_next, G_next) if linked else None)
+            self._pairs.append((A_next, G_next) if linked else None)
+        self.products = [side for pair in self._pairs if pair is not None for side in pair]
 
     def add(self, taps: Sequence[Taps], each: float, weight: float) -> None:
         """Add the statistics of one backward pass."""
-        if not any(self._products):
+        if not self.products:
             return
         rows = [self._rows(i, unit) for i, unit in enumerate(taps)]
-        for products, (this, following) in zip(self._products, pairwise(rows), strict=True):
-            if products is not None and this is not None and following is not None:
-                products[0].add_to_mean([this[0]], [following[0]], each)
-                products[1].add(this[1], following[1], weight)
+        for pair, (this, following) in zip(self._pairs, pairwise(rows), strict=True):
+            if pair is not None and this is not None and following is not None:
+                pair[0].add_to_mean([this[0]], [following[0]], each)
+                pair[1].add(this[1], following[1], weight)
 
     def _rows(self, number: int, taps: Taps) -> tuple[Rows, Tensor] | None:
         block = self._blocks[number]
@@ -252,27 +229,10 @@ class Chains:
         a, g = block.vectors(uses_of(taps))
         return a[0], g[0]
 
-    def _linked(self) -> list[tuple[Product, Product]]:
-        return [pair for pair in self._products if pair is not None]
-
-    def counts(self) -> list[float]:
-        """The number of vectors in every mean."""
-        return [A_next.count for A_next, _ in self._linked()]
-
-    def weigh(self, totals: Sequence[float]) -> None:
-        """Multiply means by their share of all ranks' vectors."""
-        for (A_next, _), total in zip(self._linked(), totals, strict=True):
-            A_next.weigh(total)
-
-    def parts(self) -> list[Part]:
-        """All sums and means, to be summed over ranks."""
-        return [(side.sum, False) for pair in self._linked() for side in pair]
-
     def value(self) -> tuple[Link | None, ...]:
         """The averages with everything that was added."""
         return tuple(
-            None if pair is None else Link(pair[0].value(), pair[1].value())
-            for pair in self._products
+            None if pair is None else Link(pair[0].value(), pair[1].value()) for pair in self._pairs
         )
 
 
@@ -322,13 +282,7 @@ class _SummedGradients:
             held.append(scaled)
 
     def add_to(self, averages: Sequence[Average], met: list[bool], world: World) -> None:
-        """Add what all passes and ranks have shown to the averages, and note that these were met."""
-        for n, V in self.total(world):
-            averages[n].add(SummedGradient(V), 0.0, 1.0)
-            met[n] = True
-
-    def total(self, world: World) -> list[tuple[int, Tensor]]:
-        """Units and their gradients, of all passes and ranks; on rank 0 alone."""
+        """Add what all passes and ranks have shown to the averages of rank 0; the units count as met."""
         units = sorted(self._held)
         if units and world.size > 1:
             rows = world.gather([float(len(self._held[n])) for n in units], "statistics")
@@ -336,7 +290,10 @@ class _SummedGradients:
                 held = self._held[n]  # an example may have less outputs on one rank than on another
                 held += [torch.zeros_like(held[0]) for _ in range(int(max(lengths)) - len(held))]
             world.sum([V for n in units for V in self._held[n]], "statistics")
-        return [(n, V) for n in units for V in self._held[n]] if world.rank == 0 else []
+        for n in units if world.rank == 0 else ():
+            met[n] = True
+            for V in self._held[n]:
+                averages[n].add(SummedGradient(V), 0.0, 1.0)
 
 
 @dataclass(frozen=True)

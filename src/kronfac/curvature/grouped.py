@@ -21,22 +21,6 @@ from kronfac.linalg import batched_inverse, kron
 from kronfac.storage import Shapes, Storable
 
 
-def _shapes(rows: int, columns: int) -> Shapes:
-    return {"A": ("groups", columns, columns), "G": ("groups", "r", "r")}
-
-
-def _to_dense(A: Tensor, G: Tensor) -> Tensor:
-    """The matrix over vec(V), which stacks columns, of all groups."""
-    groups, r, columns = len(G), G.shape[-1], A.shape[-1]
-    rows = groups * r
-    index = torch.arange(rows * columns, device=A.device).view(columns, groups, r)
-    dense = A.new_zeros(rows * columns, rows * columns)
-    for g in range(groups):
-        at = index[:, g].reshape(-1)
-        dense[at[:, None], at] = kron(A[g], G[g])
-    return dense
-
-
 @dataclass(frozen=True)
 class GroupedKroneckerProduct(Storable):
     """V_g ↦ G_g V_g A_g for every group, for symmetric factors."""
@@ -45,30 +29,29 @@ class GroupedKroneckerProduct(Storable):
     G: Tensor  # (groups, r, r)
 
     def shapes(self, rows: int, columns: int) -> Shapes:
-        """Square matrices for every group."""
-        return _shapes(rows, columns)
+        return {"A": ("groups", columns, columns), "G": ("groups", "r", "r")}
 
     def mv(self, V: Tensor) -> Tensor:
-        """The product with V (rows, columns)."""
         grouped = V.reshape(len(self.G), -1, V.shape[1])
         return (self.G @ grouped @ self.A).reshape(V.shape)
 
     def to_dense(self) -> Tensor:
-        """The matrix."""
-        return _to_dense(self.A, self.G)
+        """The products on the diagonal, over vec(V), which stacks columns."""
+        groups, r, columns = len(self.G), self.G.shape[-1], self.A.shape[-1]
+        rows = groups * r
+        index = torch.arange(rows * columns, device=self.A.device).view(columns, groups, r)
+        dense = self.A.new_zeros(rows * columns, rows * columns)
+        for g in range(groups):
+            at = index[:, g].reshape(-1)
+            dense[at[:, None], at] = kron(self.A[g], self.G[g])
+        return dense
 
 
 @dataclass(frozen=True)
-class GroupedKroneckerMoments(Moments):
+class GroupedKroneckerMoments(GroupedKroneckerProduct, Moments):
     """The factors of all groups."""
 
     symmetric: ClassVar[tuple[str, ...]] = ("A", "G")
-    A: Tensor  # (groups, columns, columns)
-    G: Tensor  # (groups, r, r)
-
-    def shapes(self, rows: int, columns: int) -> Shapes:
-        """Square matrices for every group."""
-        return _shapes(rows, columns)
 
     def damped(self, gamma: float, tikhonov: Tikhonov) -> GroupedKroneckerProduct:
         """(A_g + π_g γI)⁻¹ ⊗ (G_g + γ/π_g I)⁻¹, each group with a π of its own.
@@ -77,13 +60,10 @@ class GroupedKroneckerMoments(Moments):
         """
         rule = tikhonov if isinstance(tikhonov, FactoredTikhonov) else FactoredTikhonov()
         shifts = [rule.shifts(A, G, gamma) for A, G in zip(self.A, self.G, strict=True)]
-        A, G = (
-            batched_inverse(M, torch.stack(each), name)
-            for M, each, name in zip(
-                (self.A, self.G), zip(*shifts, strict=True), ("A", "G"), strict=True
-            )
+        shifts_A, shifts_G = map(torch.stack, zip(*shifts, strict=True))
+        return GroupedKroneckerProduct(
+            batched_inverse(self.A, shifts_A, "A"), batched_inverse(self.G, shifts_G, "G")
         )
-        return GroupedKroneckerProduct(A, G)
 
     def trace(self) -> Tensor:
         """Σ_g tr(A_g) tr(G_g)."""
@@ -93,13 +73,10 @@ class GroupedKroneckerMoments(Moments):
         """The mean of tr(A_g) tr(G_g) over the groups."""
         return (traces(self.A) * traces(self.G)).mean()
 
-    def dense(self) -> Tensor:
-        """The products on the diagonal."""
-        return _to_dense(self.A, self.G)
+    dense = GroupedKroneckerProduct.to_dense
 
     @property
     def size(self) -> int:
-        """The number of parameters."""
         return len(self.G) * self.G.shape[-1] * self.A.shape[-1]
 
 

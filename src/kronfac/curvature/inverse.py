@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from kronfac.curvature.block import InverseCost, Moments, Operator, Part
+from kronfac.curvature.block import InverseCost, Moments, Operator, Summands
 from kronfac.curvature.taps import Taps
 from kronfac.errors import StateError
 from kronfac.linalg import KroneckerProduct, OuterProduct
@@ -134,6 +134,12 @@ class DampedInverse(Storable):
 
     def check(self, *units: Layout) -> None:
         """Raise a StateError if it can't be the inverse of these units' curvature."""
+        for n, piece in enumerate(self.pieces):
+            if isinstance(piece, Moments):  # which multiply too
+                raise StateError(
+                    f"The state's pieces[{n}] must be of type Operator or ChainOperator or Failed; got "
+                    f"{type(piece).__name__}. Load an earlier state."
+                )
         total = sum(map(length_of, self.pieces))
         if total != len(units):
             raise StateError(
@@ -231,23 +237,18 @@ class PreparedInverse(Protocol):
 
     def damped(self, gamma: float) -> DampedInverse:
         """The inverse with damping strength γ [MG15 §6.6]."""
-        ...
 
 
-class InverseUpdate(Protocol):
+class InverseUpdate(Summands, ABC):
     """An inverse that takes in the statistics of one step without a refresh."""
 
+    @abstractmethod
     def add(self, taps: Sequence[Taps], weight: float) -> None:
         """Add the taps of all units in one backward pass; `weight` is the factor of squared gradients."""
-        ...
 
-    def parts(self) -> list[Part]:
-        """Everything added so far, to be summed over ranks; then it counts as added."""
-        ...
-
+    @abstractmethod
     def value(self) -> DampedInverse:
         """The inverse with everything that was added."""
-        ...
 
 
 class ApproximateInverse(ABC):

@@ -18,13 +18,19 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from kronfac.curvature.block import Block, Moments, Operator, Part, traces
-from kronfac.curvature.taps import GroupedTap, OneHot, Rows, SummedGradient, Tap, Taps
+from kronfac.curvature.block import (
+    Average,
+    Block,
+    FactoredMoments,
+    Moments,
+    Operator,
+    Product,
+    traces,
+)
+from kronfac.curvature.taps import GroupedTap, Rows, SummedGradient, Tap, Taps
 from kronfac.curvature.tikhonov import ExactTikhonov, FactoredTikhonov, Tikhonov
-from kronfac.errors import NotPositiveDefiniteError, UnsupportedModelError
-from kronfac.linalg import InverseInEigenbasis, KroneckerProduct, eigh, kron, shifted_inverse
-from kronfac.linalg.spd import add_gram
-from kronfac.storage import Shapes
+from kronfac.errors import NotPositiveDefiniteError
+from kronfac.linalg import InverseInEigenbasis, KroneckerProduct, eigh
 
 Sharing = Literal["expand", "reduce"]
 MANY = 4
@@ -32,24 +38,24 @@ MANY = 4
 
 
 @dataclass(frozen=True)
-class KroneckerMoments(Moments):
-    """The factors; a side that is kept as its diagonal has one dimension."""
+class KroneckerMoments(KroneckerProduct, FactoredMoments):
+    """A = E[ā āᵀ] (columns, columns) and G = E[g gᵀ] (rows, rows), each perhaps as its diagonal."""
 
     symmetric: ClassVar[tuple[str, ...]] = ("A", "G")
-    A: Tensor  # E[ā āᵀ] (columns, columns)
-    G: Tensor  # E[g gᵀ] (rows, rows)
-
-    def shapes(self, rows: int, columns: int) -> Shapes:
-        """Square sides, or their diagonals."""
-        return {"A": [(columns, columns), (columns,)], "G": [(rows, rows), (rows,)]}
 
     def damped(self, gamma: float, tikhonov: Tikhonov) -> Operator:
         """(A + πγI)⁻¹ ⊗ (G + γ/π I)⁻¹, or (A ⊗ G + γ²I)⁻¹ for the exact form."""
         if isinstance(tikhonov, ExactTikhonov):
             return Eigenbasis(eigen(self.A, "A"), eigen(self.G, "G")).damped(self, gamma, tikhonov)
-        shifts = tikhonov.shifts(self.A, self.G, gamma)
-        A, G = map(shifted_inverse, (self.A, self.G), shifts, ("A", "G"))
-        return KroneckerProduct(A, G)
+        return super().damped(gamma, tikhonov)
+
+    def shifted(self, gamma: float, tikhonov: Tikhonov) -> list[tuple[Tensor, Tensor, str]]:
+        assert isinstance(tikhonov, FactoredTikhonov)
+        shift_A, shift_G = tikhonov.shifts(self.A, self.G, gamma)
+        return [(self.A, shift_A, "A"), (self.G, shift_G, "G")]
+
+    def assembled(self, inverses: Sequence[Tensor]) -> KroneckerProduct:
+        return KroneckerProduct(*inverses)
 
     def trace(self) -> Tensor:
         """tr(A) tr(G), which may be larger than the dtype of the factors can hold."""
@@ -64,13 +70,10 @@ class KroneckerMoments(Moments):
         A, G = (traces(M) / (len(M) if M.dim() == 1 else 1) for M in (self.A, self.G))
         return A * G
 
-    def dense(self) -> Tensor:
-        """A ⊗ G."""
-        return kron(*(torch.diag(M) if M.dim() == 1 else M for M in (self.A, self.G)))
+    dense = KroneckerProduct.to_dense
 
     @property
     def size(self) -> int:
-        """The number of parameters."""
         return len(self.A) * len(self.G)
 
 
@@ -116,130 +119,41 @@ class Eigenbasis:
         return InverseInEigenbasis(self._E_A, self._E_G, self._S, d_A, d_G)
 
 
-# --------------------------------------------------------------------------------------- moving averages
-
-
-class Product:
-    """ε · old + (1 − ε) · (sum or mean of x yᵀ), without a pass over memory of its own.
-
-    On a CPU the passes over memory that this saves cost as much as the products themselves.
-    """
-
-    def __init__(self, old: Tensor | None, decay: float, diagonal: bool = False) -> None:
-        """ε = `decay`, or 0 without an old value; `diagonal` keeps nothing but the diagonal."""
-        self._old, self._decay = old, 0.0 if old is None else decay
-        self._diagonal = diagonal
-        self._sum: Tensor | None = None
-        self.count = 0.0
-        """Vectors in the mean; 0 for a sum."""
-
-    def add(self, x: Rows, y: Rows, weight: float) -> None:
-        """Add weight · Σ x yᵀ over the vectors (…, vectors, features) of x and y."""
-        weight *= 1 - self._decay
-        if isinstance(x, OneHot):
-            squares = x.squares() * weight
-            self._add(squares if self._diagonal else torch.diag(squares))
-            return
-        one = x is y
-        x, y = (z if isinstance(z, Tensor) else z.all() for z in (x, y))
-        if self._diagonal:
-            self._add(torch.einsum("ni,ni->i", x, y) * weight)
-        elif one and x.dim() == 2:
-            before, decay = (self._sum, 1.0) if self._sum is not None else (self._old, self._decay)
-            self._sum = add_gram(before if decay else None, x, decay, weight)
-        else:
-            self._add((x.mT @ y).mul_(weight))
-
-    def add_to_mean(
-        self, xs: Sequence[Rows], ys: Sequence[Rows] | None = None, each: float = 1.0
-    ) -> None:
-        """Add x yᵀ for further vectors to the mean, of which each counts `each`; y = x if left out."""
-        more = each * sum(x.shape[-2] for x in xs)
-        if not more and self._sum is not None:
-            return
-        share = more / (self.count + more) if more else 0.0
-        self.count += more
-        if self._sum is not None:
-            self._sum.mul_(1 - share)
-            if self._old is not None and self._decay:
-                self._sum.add_(self._old, alpha=share * self._decay)
-        for x, y in zip(xs, xs if ys is None else ys, strict=True):
-            self.add(x, y, each / self.count if more else 0.0)
-
-    def weigh(self, total: float) -> None:
-        """Multiply a mean by its share of all ranks' vectors."""
-        if total:
-            self.sum.mul_(self.count / total)
-
-    def _add(self, new: Tensor) -> None:
-        if self._sum is not None:
-            self._sum.add_(new)
-        elif self._old is None or not self._decay:
-            self._sum = new
-        else:
-            self._sum = new.add_(self._old, alpha=self._decay)
-
-    @property
-    def sum(self) -> Tensor:
-        """The average so far, after something was added."""
-        assert self._sum is not None
-        return self._sum
-
-    def value(self) -> Tensor:
-        """The average with everything that was added; the old one if nothing was."""
-        value = self._old if self._sum is None else self._sum
-        if value is None:
-            raise UnsupportedModelError(
-                "A unit was not used by any of the examples that the statistics are taken on. Choose "
-                "a larger statistics_fraction, or freeze what the loss does not depend on."
-            )
-        return value
-
-
 class FactoredBlock(Block):
     """A block of two factors: A from one side of V's uses, G from the other."""
 
-    @property
-    def diagonal_inputs(self) -> bool:
-        """Whether A is kept as its diagonal."""
-        return False
-
-    @property
-    def diagonal_grads(self) -> bool:
-        """Whether G is."""
-        return False
+    diagonal_inputs: bool = False
+    diagonal_grads: bool = False
 
     @abstractmethod
     def vectors(self, taps: Taps) -> tuple[Sequence[Rows], Sequence[Tensor]]:
         """ā and g, each (…, vectors, features), by use."""
 
     def observe(self, taps: Taps, weight: float) -> Moments:
-        """The moments of one backward pass."""
         average = self.average(None, 0.0)
         average.add(taps, 1.0, weight)
         return average.value()
 
     def average(self, old: Moments | None, decay: float) -> "FactorAverage":
-        """The moving average, with decay and weight folded into the products that make it."""
         return FactorAverage(self, old, decay)
 
 
-class FactorAverage:
+class FactorAverage(Average):
     """ε · old + (1 − ε) · (mean of ā āᵀ, weighted sum of g gᵀ)."""
 
     def __init__(self, block: FactoredBlock, old: Any, decay: float) -> None:
         self._block = block
-        self.sides = (
-            Product(None if old is None else old.A, decay, block.diagonal_inputs),
-            Product(None if old is None else old.G, decay, block.diagonal_grads),
+        A, G = (None, None) if old is None else (old.A, old.G)
+        self.products = (
+            Product(A, decay, block.diagonal_inputs, symmetric=True),
+            Product(G, decay, block.diagonal_grads, symmetric=True),
         )
 
     def add(self, taps: Taps, each: float, weight: float) -> None:
-        """Add the statistics of one backward pass."""
         uses = uses_of(taps)
         if uses:
             a, g = self._block.vectors(uses)
-            inputs, grads = self.sides
+            inputs, grads = self.products
             if transposed(uses):  # ā is on the side of the rows
                 inputs, grads = grads, inputs
             inputs.add_to_mean(a, each=each)
@@ -247,22 +161,8 @@ class FactorAverage:
                 grads.add(y, y, weight)
 
     def value(self) -> Moments:
-        """The average with everything that was added."""
-        A, G = self.sides
+        A, G = self.products
         return self._block.moments(A.value(), G.value())  # type: ignore[call-arg]
-
-    def counts(self) -> list[float]:
-        """The number of vectors ā, on the side where they are."""
-        return [side.count for side in self.sides]
-
-    def weigh(self, totals: Sequence[float]) -> None:
-        """Multiply the mean by its share of all ranks' vectors."""
-        for side, total in zip(self.sides, totals, strict=True):
-            side.weigh(total)
-
-    def parts(self) -> list[Part]:
-        """Both sides, A first."""
-        return [(side.sum, True) for side in self.sides]
 
 
 @dataclass(frozen=True)

@@ -28,23 +28,18 @@ class Inputs(Protocol):
     @property
     def shape(self) -> torch.Size:
         """(examples, places, columns)."""
-        ...
 
     def all(self) -> Tensor:
         """ā, (examples, places, columns)."""
-        ...
 
     def rows(self) -> "Rows":
         """Vectors (vectors, columns) whose mean second moment is that over all places, or estimates it."""
-        ...
 
     def select(self, index: slice) -> "Inputs":
         """The inputs of some of the examples."""
-        ...
 
     def gradients(self, g: Tensor) -> Tensor:
         """Σ_places g āᵀ of every example, (examples, rows, columns), for g (examples, places, rows)."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ with A on the side of the columns and G on the side of the rows. A vocabulary ha
 factors on their side are kept as diagonals then, and nothing is as large as rows times rows.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kronfac.curvature.block import Block, Moments, Part
+from kronfac.curvature.block import Average, Block, Moments
 from kronfac.curvature.kronecker import (
     FactorAverage,
     KroneckerBlock,
@@ -28,7 +27,7 @@ from kronfac.curvature.kronecker import (
     uses_of,
 )
 from kronfac.curvature.taps import GroupedTap, Tap, Taps
-from kronfac.curvature.tikhonov import FactoredTikhonov, Tikhonov
+from kronfac.curvature.tikhonov import FactoredTikhonov, Tikhonov, mean_eigenvalue
 from kronfac.linalg import KroneckerSumInverse, invert_sum
 from kronfac.storage import Layout
 
@@ -41,7 +40,6 @@ class KroneckerSumMoments(Moments):
     transposed: KroneckerMoments
 
     def check(self, *units: Layout) -> None:
-        """Raise a StateError if they can't be of this unit."""
         super().check(*units)
         self.direct.check(*units)
         self.transposed.check(*units)
@@ -50,7 +48,7 @@ class KroneckerSumMoments(Moments):
         """The inverse of Σₖ (Aₖ + πₖγₖI) ⊗ (Gₖ + γₖ/πₖ I).
 
         γ is divided between the products by their sizes tₖ, the product of the mean eigenvalues of their
-        factors (or of their sizes in another norm): γₖ² = γ² tₖ / (t₁ + t₂). Then γ₁² + γ₂² = γ², so that
+        factors: γₖ² = γ² tₖ / (t₁ + t₂). Then γ₁² + γ₂² = γ², so that
         γ²I is what is added in all beside the cross terms; every factor gets the same share
         γ / (t₁ + t₂)^½ of its own mean eigenvalue; and if one of the products vanishes, the damping is
         the other product's.
@@ -60,7 +58,7 @@ class KroneckerSumMoments(Moments):
         """
         rule = tikhonov if isinstance(tikhonov, FactoredTikhonov) else FactoredTikhonov()
         products = (self.direct, self.transposed)
-        sizes = torch.stack([_root_size(m, rule) for m in products])
+        sizes = torch.stack([_root_size(m) for m in products])
         if not bool(sizes.any()):
             sizes = torch.ones_like(sizes)
         gammas = [float(share) * gamma for share in sizes / sizes.norm()]
@@ -83,15 +81,14 @@ class KroneckerSumMoments(Moments):
 
     @property
     def size(self) -> int:
-        """The number of parameters."""
         return self.direct.size
 
 
-def _root_size(moments: KroneckerMoments, rule: FactoredTikhonov) -> Tensor:
-    """√t = (‖A ⊗ I‖ ‖I ⊗ G‖)^½, float64."""
+def _root_size(moments: KroneckerMoments) -> Tensor:
+    """√t, float64."""
     # Root by root: the product may be larger than the dtype of the factors can hold.
     root_A, root_G = (
-        size.double().clamp(min=0).sqrt() for size in rule.sizes(moments.A, moments.G)
+        mean_eigenvalue(M).double().clamp(min=0).sqrt() for M in (moments.A, moments.G)
     )
     return root_A * root_G
 
@@ -111,28 +108,28 @@ class KroneckerSumBlock(Block):
     transposed: KroneckerBlock = field(default_factory=KroneckerBlock)
 
     def observe(self, taps: Taps, weight: float) -> Moments:
-        """The moments of one backward pass."""
         average = self.average(None, 0.0)
         average.add(taps, 1.0, weight)
         return average.value()
 
     def average(self, old: Moments | None, decay: float) -> "KroneckerSumAverage":
-        """The moving averages of both products."""
         assert old is None or isinstance(old, KroneckerSumMoments)
         return KroneckerSumAverage(self, old, decay)
 
 
-class KroneckerSumAverage:
+class KroneckerSumAverage(Average):
     """A `FactorAverage` for each product."""
 
     def __init__(
         self, block: KroneckerSumBlock, old: KroneckerSumMoments | None, decay: float
     ) -> None:
         self._new = old is None
+        direct, transposed = (None, None) if old is None else (old.direct, old.transposed)
         self._averages = (
-            FactorAverage(block.direct, None if old is None else old.direct, decay),
-            FactorAverage(block.transposed, None if old is None else old.transposed, decay),
+            FactorAverage(block.direct, direct, decay),
+            FactorAverage(block.transposed, transposed, decay),
         )
+        self.products = [product for average in self._averages for product in average.products]
 
     def add(self, taps: Taps, each: float, weight: float) -> None:
         """Add the statistics of one backward pass; a product without any use begins with 0."""
@@ -145,24 +142,10 @@ class KroneckerSumAverage:
             average.add([tap for tap in uses if transposed([tap]) == direction], each, weight)
 
     def value(self) -> KroneckerSumMoments:
-        """The averages with everything that was added."""
         direct, other = (average.value() for average in self._averages)
         assert isinstance(direct, KroneckerMoments)
         assert isinstance(other, KroneckerMoments)
         return KroneckerSumMoments(direct, other)
-
-    def counts(self) -> list[float]:
-        """The numbers of vectors in the parts of both products."""
-        return [count for average in self._averages for count in average.counts()]
-
-    def weigh(self, totals: Sequence[float]) -> None:
-        """Multiply both means by their shares of all ranks' vectors."""
-        for average, own in zip(self._averages, (totals[:2], totals[2:]), strict=True):
-            average.weigh(own)
-
-    def parts(self) -> list[Part]:
-        """All sides, the direct uses first."""
-        return [part for average in self._averages for part in average.parts()]
 
 
 def _zeros(like: Tap | GroupedTap, direction: bool) -> Tap:

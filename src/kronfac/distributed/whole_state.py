@@ -36,7 +36,7 @@ class WholeState:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """The one entry; to be called on all ranks, as `optimizer.state_dict()` is."""
+        """The one entry."""
         buffer = io.BytesIO()
         torch.save(self._optimizer.state_dict(), buffer)
         return {ENTRY: buffer.getvalue()}

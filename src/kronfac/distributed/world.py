@@ -184,7 +184,7 @@ class Processes(World):
             phases = ", ".join(f"rank {r}: {_PHASES[int(row[1])]!r}" for r, row in enumerate(rows))
             raise RankError(
                 "The ranks have come to different places, because they do not do the same: "
-                f"{phases}. Call step() and state_dict() equally often on all ranks, with equal settings."
+                f"{phases}. Call step() equally often on all ranks, with equal settings."
             )
         most = max(int(row[2]) for row in rows)
         if most > length:

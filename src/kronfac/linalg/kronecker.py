@@ -52,7 +52,6 @@ class KroneckerProduct(Storable):
     G: Tensor  # (out, out), or (out,)
 
     def shapes(self, rows: int, columns: int) -> Shapes:
-        """Square sides, or their diagonals."""
         return {"A": [(columns, columns), (columns,)], "G": [(rows, rows), (rows,)]}
 
     def mv(self, V: Tensor | OuterProduct) -> Tensor:
@@ -64,7 +63,6 @@ class KroneckerProduct(Storable):
         return multiply_right(V.grads, self.G).mT @ multiply_right(V.inputs, self.A)
 
     def to_dense(self) -> Tensor:
-        """The (in·out, in·out) matrix."""
         return kron(*(torch.diag(M) if M.dim() == 1 else M for M in (self.A, self.G)))
 
 
@@ -95,18 +93,15 @@ class InverseInEigenbasis(Storable):
     """Steps whose statistics S has, since the basis is in use."""
 
     def shapes(self, rows: int, columns: int) -> Shapes:
-        """Square bases, S like V, and D by its sides."""
         bases: Shapes = {"E_A": (columns, columns), "E_G": (rows, rows)}
         return {**bases, "S": (rows, columns), "d_A": (columns,), "d_G": (rows,)}
 
     def mv(self, V: Tensor) -> Tensor:
-        """The product."""
         U = rotate(rotate(V, self.E_A).mT, self.E_G).mT / self.eigenvalues()
         U = U if self.E_G is None else self.E_G @ U
         return U if self.E_A is None else U @ self.E_A.mT
 
     def to_dense(self) -> Tensor:
-        """The (in·out, in·out) matrix."""
         bases = zip((self.E_A, self.E_G), reversed(self.S.shape), strict=True)
         E = kron(*(self.S.new_ones(n).diag() if E is None else E for E, n in bases))
         return (E / self.eigenvalues().mT.reshape(-1)) @ E.mT

@@ -16,28 +16,15 @@ and is a positive definite matrix plus a positive semi-definite one whatever the
 positive in float32 with rank-deficient statistics. `kronecker_sum.py` has the plus sign.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.linalg import solve_triangular
 
-from kronfac.errors import StateError
 from kronfac.linalg.kronecker import kron
 from kronfac.linalg.spd import eigh, inverse_from_cholesky
-from kronfac.storage import Layout, Shapes, Storable
-
-
-def _solve_lower(L: Tensor, B: Tensor) -> Tensor:
-    """L⁻¹ B."""
-    solution: Tensor = torch.linalg.solve_triangular(L, B, upper=False)
-    return solution
-
-
-def _solve_lower_transposed(L: Tensor, B: Tensor) -> Tensor:
-    """L⁻ᵀ B."""
-    solution: Tensor = torch.linalg.solve_triangular(L.mT, B, upper=True)
-    return solution
+from kronfac.storage import Shapes, Storable
 
 
 def _scaled_left_singular(X: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -61,25 +48,23 @@ class KroneckerDifferenceInverse(Storable):
     weights: Tensor  # (r2, r1): 1 / (1 − s₂s₁ᵀ)
 
     def shapes(self, rows: int, columns: int) -> Shapes:
-        """Those above, with ranks r1 and r2."""
         inverses: Shapes = {"A_inv": (columns, columns), "B_inv": (rows, rows)}
         return {**inverses, "K1": (columns, "r1"), "K2": (rows, "r2"), "weights": ("r2", "r1")}
 
     def mv(self, V: Tensor) -> Tensor:
-        """The inverse applied to V (out, in)."""
         inner = (self.K2.mT @ V @ self.K1) * self.weights
         return self.B_inv @ V @ self.A_inv + self.K2 @ inner @ self.K1.mT
 
     def to_dense(self) -> Tensor:
-        """The (in·out, in·out) matrix."""
         K = kron(self.K1, self.K2)
         return kron(self.A_inv, self.B_inv) + (K * self.weights.mT.reshape(-1)) @ K.mT
 
 
 def decompose(L1: Tensor, L2: Tensor, R1: Tensor, R2: Tensor) -> KroneckerDifferenceInverse:
     """Prepare (L₁L₁ᵀ ⊗ L₂L₂ᵀ − R₁R₁ᵀ ⊗ R₂R₂ᵀ)⁻¹; the difference must be positive."""
-    P1, s1 = _scaled_left_singular(_solve_lower(L1, R1), "factor, input side")
-    P2, s2 = _scaled_left_singular(_solve_lower(L2, R2), "factor, output side")
+    X1, X2 = (solve_triangular(L, R, upper=False) for L, R in ((L1, R1), (L2, R2)))
+    P1, s1 = _scaled_left_singular(X1, "factor, input side")
+    P2, s2 = _scaled_left_singular(X2, "factor, output side")
     # If s₂s₁ is below ε the correction is lost in rounding beside the 1 that it is added to.
     # Damped statistics have many such columns, all the more the stronger the damping.
     epsilon = torch.finfo(s1.dtype).eps
@@ -91,71 +76,7 @@ def decompose(L1: Tensor, L2: Tensor, R1: Tensor, R2: Tensor) -> KroneckerDiffer
     return KroneckerDifferenceInverse(
         A_inv=inverse_from_cholesky(L1),
         B_inv=inverse_from_cholesky(L2),
-        K1=_solve_lower_transposed(L1, P1),
-        K2=_solve_lower_transposed(L2, P2),
+        K1=solve_triangular(L1.mT, P1, upper=True),
+        K2=solve_triangular(L2.mT, P2, upper=True),
         weights=1 / (1 - product),
     )
-
-
-@dataclass(frozen=True)
-class SmithDifferenceInverse(Storable):
-    """(A ⊗ B − C ⊗ D)⁻¹ by Smith's iteration with squaring [MG15 App. B].
-
-    U = B⁻¹VA⁻¹ + (B⁻¹D)U(CA⁻¹) is a fixed-point equation; its 2ʲ-th iterate takes j squarings
-    of the two coefficients, which are kept: U ← U + P U Q first, then U ← U + P²ʲ U Q²ʲ.
-    """
-
-    A_inv: Tensor  # (in, in)
-    B_inv: Tensor  # (out, out)
-    lefts: tuple[Tensor, ...]  # B⁻¹D and its powers 2, 4, 8, … (out, out)
-    rights: tuple[Tensor, ...]  # CA⁻¹ and its powers (in, in)
-
-    def shapes(self, rows: int, columns: int) -> Shapes:
-        """All square."""
-        inside, outside = (columns, columns), (rows, rows)
-        return {"A_inv": inside, "B_inv": outside, "lefts": outside, "rights": inside}
-
-    def check(self, *units: Layout) -> None:
-        """Raise a StateError if it can't be of this unit."""
-        super().check(*units)
-        if len(self.lefts) != len(self.rights):
-            raise StateError(
-                f"The state's powers of {units[0].name!r} must be as many on the left as on the right; "
-                f"got {len(self.lefts)} and {len(self.rights)}. Load an earlier state."
-            )
-
-    def mv(self, V: Tensor) -> Tensor:
-        """The inverse applied to V (out, in)."""
-        U = self.B_inv @ V @ self.A_inv
-        for P, Q in zip(self.lefts, self.rights, strict=True):
-            U = U + P @ U @ Q
-        return U
-
-    def to_dense(self) -> Tensor:
-        """The (in·out, in·out) matrix."""
-        dense = kron(self.A_inv, self.B_inv)
-        for P, Q in zip(self.lefts, self.rights, strict=True):
-            dense = dense + kron(Q.mT, P) @ dense
-        return dense
-
-
-def smith(L1: Tensor, L2: Tensor, R1: Tensor, R2: Tensor) -> SmithDifferenceInverse:
-    """Prepare the inverse of `decompose` without any eigendecomposition.
-
-    Squares until ‖P‖‖Q‖ is below the square root of the dtype's ε, so that the next power, its
-    square, is below ε. A difference that is singular to rounding never gets there, and its powers may
-    even grow; so there are at most 1/2ε terms, which is a gap of about ε, as in `decompose`.
-    """
-    A_inv, B_inv = inverse_from_cholesky(L1), inverse_from_cholesky(L2)
-    P = (B_inv @ R2) @ R2.mT
-    Q = (R1 @ R1.mT) @ A_inv
-    eps = torch.finfo(P.dtype).eps
-    tolerance = eps**0.5
-    lefts, rights = [P], [Q]
-    for _ in range(round(-math.log2(eps)) - 1):
-        P, Q = P @ P, Q @ Q
-        lefts.append(P)
-        rights.append(Q)
-        if float(P.norm() * Q.norm()) < tolerance:
-            break
-    return SmithDifferenceInverse(A_inv, B_inv, tuple(lefts), tuple(rights))

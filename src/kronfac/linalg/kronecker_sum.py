@@ -32,18 +32,15 @@ class KroneckerSumInverse(Storable):
     s2: Tensor  # (out,)
 
     def shapes(self, rows: int, columns: int) -> Shapes:
-        """Square sides, or their diagonals."""
         bases: Shapes = {"K1": [(columns, columns), (columns,)], "K2": [(rows, rows), (rows,)]}
         return {**bases, "s1": (columns,), "s2": (rows,)}
 
     def mv(self, V: Tensor) -> Tensor:
-        """The inverse applied to V (out, in)."""
         inner = multiply_right(multiply_left(_transposed(self.K2), V), self.K1)
         inner = inner / (1 + torch.outer(self.s2, self.s1))
         return multiply_right(multiply_left(self.K2, inner), _transposed(self.K1))
 
     def to_dense(self) -> Tensor:
-        """The (in·out, in·out) matrix."""
         K = kron(*(torch.diag(K) if K.dim() == 1 else K for K in (self.K1, self.K2)))
         return (K / (1 + torch.outer(self.s1, self.s2).reshape(-1))) @ K.mT
 
@@ -60,10 +57,8 @@ def invert_sum(
     Raises:
         NonFiniteError, NotPositiveDefiniteError: there is none.
     """
-    (K1, s1), (K2, s2) = (
-        diagonalize(A, C, f"{name}, input side"),
-        diagonalize(B, D, f"{name}, output side"),
-    )
+    K1, s1 = diagonalize(A, C, f"{name}, input side")
+    K2, s2 = diagonalize(B, D, f"{name}, output side")
     return KroneckerSumInverse(K1, K2, s1, s2)
 
 

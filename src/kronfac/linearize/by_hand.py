@@ -11,7 +11,7 @@ all passes over the same examples share slopes and activations: the statistics',
 if the closure is K-FAC's own, the gradient's. Nothing of the model is touched.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -163,32 +163,21 @@ def trace_call(network: Network, call: ModelCall) -> Trace | None:
     way = _way(network, call)
     if way is None:
         return None
-    inputs: list[Tensor] = []
-    behind: list[Applied] = []
-    with torch.no_grad(), replay(call.random):
-        a, segments = way.start(), way.segments
-        for unit, functions in zip(network.units, segments, strict=True):
-            inputs.append(a)
-            a, met = apply(functions, functional.linear(a, *unit.parameters))
-            behind.append(met)
-    return Trace(network.units, inputs, slopes(behind), a, way.random)
+    inputs, behind, outputs = way.forwards([u.parameters for u in network.units], call.random)
+    return Trace(network.units, inputs, slopes(behind), outputs, way.random)
 
 
-@torch.no_grad()
 def outputs_at(network: Network, part: Pass, delta: Matrices) -> Tensor | None:
     """The outputs at θ + δ, without a write to the parameters; None if it is no perceptron."""
     call = _only_call(part)
     way = None if call is None else _way(network, call)
-    if way is None:
+    if call is None or way is None:
         return None
-    with replay(None if call is None else call.random):
-        a = way.start()
-        for unit, functions, V in zip(network.units, way.segments, delta, strict=True):
-            moved = [p + part for p, part in zip(unit.parameters, unit.split(V), strict=True)]
-            a = functional.linear(a, *moved)
-            for function in functions:
-                a = function(a)
-    return a
+    layers = (
+        [p.detach() + own for p, own in zip(unit.parameters, unit.split(V), strict=True)]
+        for unit, V in zip(network.units, delta, strict=True)
+    )
+    return way.forwards(layers, call.random)[-1]
 
 
 def _only_call(part: Pass) -> ModelCall | None:
@@ -211,12 +200,21 @@ class _Way:
     segments: list[list[nn.Module]]
     """The functions behind every layer."""
 
-    def start(self) -> Tensor:
-        """The first layer's inputs."""
-        a = self.x
-        for function in self.front:
-            a = function(a)
-        return a
+    def forwards(
+        self, layers: Iterable[Sequence[Tensor]], random: RandomState | None
+    ) -> tuple[list[Tensor], list[Applied], Tensor]:
+        """Every layer's inputs a_{i−1}, what is behind it, and the outputs, for (weight, bias) by layer."""
+        inputs: list[Tensor] = []
+        behind: list[Applied] = []
+        with torch.no_grad(), replay(random):
+            a = self.x
+            for function in self.front:
+                a = function(a)
+            for parameters, functions in zip(layers, self.segments, strict=True):
+                inputs.append(a)
+                a, met = apply(functions, functional.linear(a, *parameters))
+                behind.append(met)
+        return inputs, behind, a
 
     @property
     def random(self) -> bool:

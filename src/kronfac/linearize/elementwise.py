@@ -7,7 +7,6 @@ computes φ′(s) anew, the slopes are computed by it once. All others come from
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,41 +26,25 @@ Kernel = Callable[[Tensor, Tensor], Tensor]
 _aten = torch.ops.aten
 
 
-def _into(kernel: Callable[..., Tensor], v: Tensor, value: Tensor, *args: float) -> Tensor:
-    return kernel(v, value, *args, grad_input=v)
-
-
-def _relu(v: Tensor, value: Tensor) -> Tensor:
-    result: Tensor = _aten.threshold_backward(v, value, 0.0)
-    return result
-
-
-def _relu_(v: Tensor, value: Tensor) -> Tensor:
-    return _into(_aten.threshold_backward.grad_input, v, value, 0.0)
-
-
 _BY_VALUE: dict[type[nn.Module], tuple[Kernel, Kernel]] = {
-    nn.ReLU: (_relu, _relu_),
-    nn.Sigmoid: (_aten.sigmoid_backward, partial(_into, _aten.sigmoid_backward.grad_input)),
-    nn.Tanh: (_aten.tanh_backward, partial(_into, _aten.tanh_backward.grad_input)),
+    nn.ReLU: (
+        lambda v, value: _aten.threshold_backward(v, value, 0.0),
+        lambda v, value: _aten.threshold_backward.grad_input(v, value, 0.0, grad_input=v),
+    ),
+    nn.Sigmoid: (
+        _aten.sigmoid_backward,
+        lambda v, value: _aten.sigmoid_backward.grad_input(v, value, grad_input=v),
+    ),
+    nn.Tanh: (
+        _aten.tanh_backward,
+        lambda v, value: _aten.tanh_backward.grad_input(v, value, grad_input=v),
+    ),
 }
 """Kernels that take φ(s): one that returns a new tensor, and one that writes into v."""
 _BY_SLOPE: tuple[Kernel, Kernel] = (torch.mul, Tensor.mul_)
-
-
-def _silu(function: nn.Module, ones: Tensor, s: Tensor) -> Tensor:
-    slope: Tensor = _aten.silu_backward(ones, s)
-    return slope
-
-
-def _gelu(function: nn.Module, ones: Tensor, s: Tensor) -> Tensor:
-    slope: Tensor = _aten.gelu_backward(ones, s, approximate=function.approximate)
-    return slope
-
-
 _BY_ARGUMENT: dict[type[nn.Module], Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
-    nn.GELU: _gelu,
-    nn.SiLU: _silu,
+    nn.GELU: lambda f, ones, s: _aten.gelu_backward(ones, s, approximate=f.approximate),
+    nn.SiLU: lambda f, ones, s: _aten.silu_backward(ones, s),
 }
 """Kernels that take s; put in ones, and φ′(s) comes back."""
 
@@ -114,11 +97,7 @@ def slopes(found: Sequence[Applied]) -> list[Slope | None]:
     taken: Iterator[Tensor] = iter(())
     if graphs:
         s, values = zip(*graphs, strict=True)
-        ones = [_ones_like(value) for value in values]
+        # In the memory of one number each.
+        ones = [value.new_ones(()).expand_as(value) for value in values]
         taken = iter(torch.autograd.grad(values, s, ones))
     return [Slope(next(taken)) if isinstance(item, tuple) else item for item in found]
-
-
-def _ones_like(x: Tensor) -> Tensor:
-    """Ones like x, in the memory of one number."""
-    return x.new_ones(()).expand_as(x)

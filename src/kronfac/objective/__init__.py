@@ -1,42 +1,22 @@
 """What the loss says: predictive distributions R_{y|z} over terms, with weights and a scale [MG15 §2.1]."""
 
-from kronfac.objective.gauss_newton import GaussNewton
-from kronfac.objective.likelihoods import (
-    Bernoulli,
-    BernoulliProbability,
-    Categorical,
-    ElementwiseLikelihood,
-    Gaussian,
-    HeteroscedasticGaussian,
-    Huber,
-    Likelihood,
-    Poisson,
-    likelihood_loss,
-)
-from kronfac.objective.losses import JOINED, READERS
-from kronfac.objective.objective import Objective, is_loss, objective_of
-from kronfac.objective.observe import LISTENERS, least_squares, observe
-from kronfac.objective.terms import Terms
-
-__all__ = [
-    "JOINED",
-    "LISTENERS",
-    "READERS",
-    "Bernoulli",
-    "BernoulliProbability",
-    "Categorical",
-    "ElementwiseLikelihood",
-    "GaussNewton",
-    "Gaussian",
-    "HeteroscedasticGaussian",
-    "Huber",
-    "Likelihood",
-    "Objective",
-    "Poisson",
-    "Terms",
-    "is_loss",
-    "least_squares",
-    "likelihood_loss",
-    "objective_of",
-    "observe",
-]
+from kronfac.objective.gauss_newton import GaussNewton as GaussNewton
+from kronfac.objective.likelihoods import Bernoulli as Bernoulli
+from kronfac.objective.likelihoods import BernoulliProbability as BernoulliProbability
+from kronfac.objective.likelihoods import Categorical as Categorical
+from kronfac.objective.likelihoods import ElementwiseLikelihood as ElementwiseLikelihood
+from kronfac.objective.likelihoods import Gaussian as Gaussian
+from kronfac.objective.likelihoods import HeteroscedasticGaussian as HeteroscedasticGaussian
+from kronfac.objective.likelihoods import Huber as Huber
+from kronfac.objective.likelihoods import Likelihood as Likelihood
+from kronfac.objective.likelihoods import Poisson as Poisson
+from kronfac.objective.likelihoods import likelihood_loss as likelihood_loss
+from kronfac.objective.losses import JOINED as JOINED
+from kronfac.objective.losses import READERS as READERS
+from kronfac.objective.objective import Objective as Objective
+from kronfac.objective.objective import is_loss as is_loss
+from kronfac.objective.objective import objective_of as objective_of
+from kronfac.objective.observe import LISTENERS as LISTENERS
+from kronfac.objective.observe import least_squares as least_squares
+from kronfac.objective.observe import observe as observe
+from kronfac.objective.terms import Terms as Terms

@@ -31,6 +31,7 @@ class GaussNewton(Likelihood):
         >>> optimizer = kronfac.KFAC(model, kronfac.GaussNewton(nn.SoftMarginLoss()))
     """
 
+    uses_targets: ClassVar[bool] = True
     needs_targets: ClassVar[bool] = True
 
     def __init__(
@@ -46,18 +47,12 @@ class GaussNewton(Likelihood):
         self.loss = loss
         self.summed = found == "sum"
         self._compared = False
-        self._targets: Tensor | None = None
         self._event: torch.Size | None = None
 
     @property
     def reduction(self) -> str:
         """What the loss is over its terms: "sum" or "mean"."""
         return "sum" if self.summed else "mean"
-
-    def given(self, targets: Tensor) -> "GaussNewton":
-        result = copy.copy(self)
-        result._targets = targets
-        return result
 
     def arrange(self, outputs: Tensor, targets: Tensor) -> "tuple[GaussNewton, Tensor]":
         self.check(outputs, targets)

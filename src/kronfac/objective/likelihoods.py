@@ -9,7 +9,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from kronfac.errors import TargetError
+
+L = TypeVar("L", bound="Likelihood")
 
 
 class Likelihood(nn.Module, ABC):
@@ -29,14 +31,21 @@ class Likelihood(nn.Module, ABC):
     saturates: ClassVar[bool] = False
     """Whether the score is a difference of probabilities, which has no digits left if a term is all but
     certain: if −log r is of the size of the dtype's ε."""
+    uses_targets: ClassVar[bool] = False
+    """Whether its curvature depends on the targets."""
     needs_targets: ClassVar[bool] = False
-    """Whether its curvature is defined at known targets alone, as that of `GaussNewton` is."""
+    """Whether it is not even defined without them, as that of `GaussNewton`."""
+    _targets: Tensor | None = None
     summed: bool = False
     """Whether it is a sum over the terms if it is called as a loss; else it is a mean."""
 
-    def given(self, targets: Tensor) -> "Likelihood":
+    def given(self: L, targets: Tensor) -> L:
         """The likelihood of terms with these targets: itself, unless its curvature depends on them."""
-        return self
+        if not self.uses_targets:
+            return self
+        result = copy.copy(self)
+        result._targets = targets
+        return result
 
     def arrange(self, outputs: Tensor, targets: Tensor) -> "tuple[Likelihood, Tensor]":
         """The likelihood of flat events and its targets as `Terms` holds them, checked against outputs."""
@@ -170,7 +179,7 @@ def _normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) ->
     return torch.randn(shape, dtype=like.dtype, device=like.device, generator=generator)
 
 
-class Gaussian(Likelihood):
+class Gaussian(ElementwiseLikelihood):
     """N(z, σ² I): −log r = ‖y − z‖² / 2σ² up to a constant, which is left out; F_R = I / σ²."""
 
     def __init__(self, variance: float = 1.0) -> None:
@@ -196,11 +205,8 @@ class Gaussian(Likelihood):
         """(z − (z + σε)) / σ² = −ε/σ: outputs of 1e10 would leave no digit of ε, and a Fisher of 0."""
         return noise / -math.sqrt(self.variance)
 
-    def fisher_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
-        return vectors / self.variance
-
-    def fisher_root_columns(self, outputs: Tensor) -> Iterator[Tensor]:
-        return unit_columns(torch.full_like(outputs, 1 / math.sqrt(self.variance)))
+    def fisher_diagonal(self, outputs: Tensor) -> Tensor:
+        return torch.full_like(outputs, 1 / self.variance)
 
 
 class Residual(Gaussian):
@@ -217,13 +223,14 @@ class Residual(Gaussian):
         return (2 * signs - 1).to(like.dtype)
 
 
-class Bernoulli(Likelihood):
+class Bernoulli(ElementwiseLikelihood):
     """Independent Bernoulli outputs with logits z: F_R = diag(p (1 − p)), p = σ(z).
 
     Targets may be anything in [0, 1], as the grey levels of an image are.
     """
 
     saturates: ClassVar[bool] = True
+    sampled_score = Likelihood.sampled_score
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return functional.binary_cross_entropy_with_logits(outputs, targets, reduction="sum")
@@ -234,13 +241,9 @@ class Bernoulli(Likelihood):
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return outputs.sigmoid() - targets
 
-    def fisher_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+    def fisher_diagonal(self, outputs: Tensor) -> Tensor:
         p = outputs.sigmoid()
-        return p * (1 - p) * vectors
-
-    def fisher_root_columns(self, outputs: Tensor) -> Iterator[Tensor]:
-        p = outputs.sigmoid()
-        return unit_columns((p * (1 - p)).sqrt())
+        return p * (1 - p)
 
 
 SMALLEST_VARIANCE = 1e-12
@@ -397,17 +400,13 @@ class Huber(ElementwiseLikelihood):
     residuals had a gradient but no curvature. `GaussNewton(torch.nn.HuberLoss())` has the Hessian.
     """
 
+    uses_targets: ClassVar[bool] = True
+
     def __init__(self, delta: float = 1.0, curvature: float = 1.0) -> None:
         """δ = `delta`; c = `curvature`, which is 1/β for `torch.nn.SmoothL1Loss` with δ = β."""
         super().__init__()
         self.delta = self._positive("delta", delta)
         self.curvature = self._positive("curvature", curvature)
-        self._targets: Tensor | None = None
-
-    def given(self, targets: Tensor) -> "Huber":
-        result = copy.copy(self)
-        result._targets = targets
-        return result
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         loss = functional.huber_loss(outputs, targets, delta=self.delta, reduction="sum")

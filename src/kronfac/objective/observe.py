@@ -60,12 +60,7 @@ def observe(
 
 
 def _read_observed(
-    z: Tensor,
-    likelihood: Likelihood,
-    *,
-    targets: Tensor | None = None,
-    weight: Tensor | None = None,
-    scale: float = 1.0,
+    z: Tensor, likelihood: Likelihood, targets: Tensor | None, weight: Tensor | None, scale: float
 ) -> Terms:
     if not isinstance(likelihood, Likelihood):
         raise TypeError(

@@ -11,11 +11,11 @@ from dataclasses import replace
 from kronfac.control import ROUNDING
 from kronfac.control.damping import LambdaSearch
 from kronfac.curvature import ApproximateInverse
-from kronfac.errors import NonFiniteError, NotPositiveDefiniteError, out_of_memory
+from kronfac.errors import out_of_memory
 from kronfac.linearize import Linearizer
 from kronfac.settings import Settings
-from kronfac.step.background import prepare
 from kronfac.step.evaluation import RefusedError
+from kronfac.step.inverses import Inverter
 from kronfac.step.proposal import Proposer, model_numbers
 from kronfac.step.state import State, initial_gamma
 
@@ -45,13 +45,8 @@ def first_lambda(
     start = max(curvature if math.isnan(m.lambda_) else m.lambda_, floor)
     if search is None:
         return start, 0
-    try:
-        prepared = prepare(inverse.for_trials, proposer.curvature, evaluation.world)
-    except (NonFiniteError, NotPositiveDefiniteError):
-        return start, 0
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
+    inverter = Inverter(inverse.for_trials, proposer.curvature, evaluation.world)
+    if inverter.failure is not None:
         return start, 0
     rounding = ROUNDING * m.precision * abs(float(evaluation.loss))
     trial = proposer.for_trials()
@@ -59,12 +54,12 @@ def first_lambda(
     def rho(lambda_: float) -> float:
         gamma = math.sqrt(lambda_ + m.weight_decay)
         trial_step = replace(trial, measurement=replace(m, lambda_=lambda_))
+        damped = inverter.damped(gamma)
+        if isinstance(damped, Exception) or damped.failures:
+            return -math.inf
         try:
-            damped = prepared.damped(gamma)
-            if damped.failures:
-                return -math.inf
             proposal = trial_step.propose(gamma, damped)
-        except (RefusedError, NonFiniteError, NotPositiveDefiniteError):
+        except RefusedError:
             return -math.inf
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):

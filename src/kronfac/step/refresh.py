@@ -19,10 +19,10 @@ from kronfac.errors import MemoryExhaustedError, NonFiniteError, NotPositiveDefi
 from kronfac.model import Matrices
 from kronfac.report import Event, EventKind
 from kronfac.settings import Settings
-from kronfac.step.background import Computed, ComputedByRanks, Outcomes, Refresh
 from kronfac.step.evaluation import Point
+from kronfac.step.inverses import Inverter
 from kronfac.step.proposal import Proposal, Proposer
-from kronfac.step.state import CurrentInverse, State
+from kronfac.step.state import CurrentInverse, Refresh, State
 
 MORE_DAMPING = (10.0, 100.0)
 """Factors of γ that are tried, one after the other, for a block that has no inverse."""
@@ -54,11 +54,10 @@ def best_proposal(
     assert refresh is not None
     best: Proposal | None = None
     failure: Exception | None = None
-    with watch("inverse"):
-        outcomes = iter(refresh.outcomes)  # waits for those from the background
+    assert refresh.inverter is not None
     for gamma in refresh.candidates:
         with watch("inverse"):
-            outcome = next(outcomes)
+            outcome = refresh.inverter.damped(gamma)  # waits for one from the background
         if isinstance(outcome, Exception):
             failure = outcome
             memory = isinstance(failure, MemoryExhaustedError)
@@ -118,10 +117,10 @@ def _refresh(
     candidates = settings.gamma.candidates(before.gamma, m)
     # γ has to follow at once if λ has moved far; and without an inverse there is no step.
     lag = 0 if drifted or current is None else settings.intervals.lag(m.iteration)
-    made = (settings.inverse, proposer.curvature, candidates)
-    world = proposer.point.evaluation.world
-    outcomes: Outcomes = Computed(*made) if world.size == 1 else ComputedByRanks(*made, world)
-    return Refresh(m.iteration, m.iteration + lag, m.lambda_, candidates, outcomes), m
+    curvature = proposer.curvature
+    inverter = Inverter(settings.inverse, curvature, proposer.point.evaluation.world)
+    adoption = m.iteration + lag
+    return Refresh(m.iteration, adoption, m.lambda_, candidates, curvature, inverter), m
 
 
 def _decay_part(settings: Settings, inverse: DampedInverse, point: Point) -> Matrices | None:

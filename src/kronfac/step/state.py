@@ -1,7 +1,7 @@
 """Everything that K-FAC carries from one step to the next (`saving.py` saves and loads it)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from kronfac.control import (
 from kronfac.curvature import Curvature, DampedInverse
 from kronfac.model import Matrices
 from kronfac.settings import Settings
-from kronfac.step.background import Refresh
 from kronfac.step.evaluation import Evaluation
+from kronfac.step.inverses import Inverter
+from kronfac.storage import UNSAVED
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,39 @@ class CurrentInverse:
 
 
 @dataclass(frozen=True)
+class Refresh:
+    """One refresh of the inverse: to be computed, under way or done."""
+
+    iteration: int
+    """Iteration of the factors that it is computed from."""
+    adoption: int
+    """The iteration that makes the first step with it."""
+    lambda_: float
+    """λ when it started."""
+    candidates: tuple[float, ...]
+    """The γ's to be tried."""
+    curvature: Curvature
+    """The factors."""
+    inverter: Inverter | None = field(default=None, metadata=UNSAVED)
+    """What computes it; None of a saved one."""
+
+    def begin(self) -> None:
+        """Compute it in the background."""
+        assert self.inverter is not None
+        self.inverter.begin(self.candidates)
+
+    def give_up(self) -> None:
+        """It is not wanted any more."""
+        assert self.inverter is not None
+        self.inverter.give_up()
+
+
+@dataclass(frozen=True)
 class CheckState:
     """What comparisons of the gradient with the recorded losses have found (`kronfac.check`)."""
 
     compared: bool = False
     """Whether there was one."""
-    follows_returned: bool = False
-    """Whether the loss is scaled as the returned one is, by a GradScaler in the closure."""
     scale: float = 1.0
     """The factor of the gradients of all steps."""
     scales: tuple[float | None, float | None] = (None, None)

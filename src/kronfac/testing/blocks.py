@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from kronfac.curvature import AnyTap, Block, FactoredTikhonov, GroupedTap, Moments, Tap
-from kronfac.storage import Unpacker, pack, tensors_in
+from kronfac.storage import pack, tensors_in, unpack
 
 Way = Literal["direct", "transposed", "grouped"]
 """s = V ā; s = Vᵀ ā; rows in two groups, each with inputs of its own."""
@@ -99,7 +99,7 @@ def _select(tap: AnyTap, index: Tensor) -> AnyTap:
 
 def _reload(value: Any) -> Any:
     """The value from its saved form."""
-    return Unpacker(torch.device("cpu")).unpack(type(value), pack(value))
+    return unpack(pack(value), type(value))
 
 
 def _vec(V: Tensor) -> Tensor:

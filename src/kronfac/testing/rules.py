@@ -30,7 +30,7 @@ from kronfac.control import (
     StepState,
 )
 from kronfac.errors import StateError
-from kronfac.storage import Unpacker, pack
+from kronfac.storage import pack, unpack
 
 TRIALS = 200
 
@@ -182,7 +182,7 @@ def _check_saving(state: Any) -> None:
     packed = torch.load(file, weights_only=True)
     kind = type(state)
     try:
-        loaded = Unpacker(torch.device("cpu"), classes=[kind]).unpack(kind, packed)
+        loaded = unpack(packed, kind, classes=[kind])
     except StateError as error:
         raise AssertionError(f"{state!r} can't be loaded: {error}") from error
     assert _same(loaded, state), f"{state!r} was saved and is {loaded!r}."
