@@ -184,6 +184,19 @@ def start_from(kept: Sequence[Kept]) -> Iterator[None]:
             module._buffers[name] = buffer
 
 
+@contextmanager
+def without_traces(model: nn.Module) -> Iterator[None]:
+    """Leave random numbers and buffers as they are; a pass inside writes to copies."""
+    buffers = [
+        (module, name, buffer, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    with replay(RandomState.current(device_of(model))), start_from(buffers):
+        yield
+
+
 # --------------------------------------------------------------------------------------------- hooks
 
 
