@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from kronfac.curvature import SummedGradient, Taps
+from kronfac.errors import LoopError
 from kronfac.groups import PerParameter
 from kronfac.linearize import Traced
-from kronfac.model import dot, hooked
+from kronfac.model import Unit, dot, hooked
 from kronfac.record import Pass
-from kronfac.step.collect import in_full_precision
+from kronfac.record.recorder import zeroed
 from kronfac.step.evaluation import Evaluation
 from kronfac.step.state import CheckState
 
@@ -73,26 +74,20 @@ def check(
     warnings = _untrained(evaluation, left_out)
     if evaluation.recorded_loss is None:
         return Findings(evaluation, warnings), state
-    if state.follows_returned:
-        evaluation = _scaled_to_returned(evaluation)
     due = iteration == 1 or not iteration % INTERVAL or not state.compared
     if not (due or unscaled or state.undecided or (state.clips and measured)):
         return Findings(_scaled(evaluation, state.scale), warnings), state
-    found = _compare(evaluation, unscaled)
+    found = _compare(evaluation)
     if found is None or unscaled:
         return Findings(_scaled(evaluation, found.scale if found else 1.0), warnings), state
-    state = replace(state, compared=True, scale=1.0)
-    where = _where(evaluation)
+    state, where = replace(state, compared=True, scale=1.0), _where(evaluation)
     if found.others:
-        closure = (
-            "Give step() a closure, in which every loss is seen, or declare"
-            if where == "loop"
-            else "Declare"
-        )
+        closure = "Give step() a closure, in which every loss is seen, or declare"
         warnings["others"] = (
             f"The gradient of {_list(found.others)} is not that of the losses that KFAC sees the {where} "
             "call: a penalty or another loss is in it, or derivatives by torch.autograd.grad, which "
-            f"KFAC can't repeat. The curvature is that of the losses seen. {closure} the rest with "
+            "KFAC can't repeat. The curvature is that of the losses seen. "
+            f"{closure if where == 'loop' else 'Declare'} the rest with "
             "kronfac.observe. Weight decay is KFAC(weight_decay=…). Derivatives of the outputs are seen "
             "if kronfac.physics.WithDerivatives takes them."
         )
@@ -121,10 +116,9 @@ def _untrained(evaluation: Evaluation, left_out: Collection[int]) -> dict[str, s
             f"{_list(new)} became trainable after this KFAC was made, which does not train them; call "
             "add_param_group with them."
         )
-    idle = evaluation.names_without_gradient()
     if len(evaluation.without_gradient) == len(network.units):
         return warnings  # which will be an error
-    if idle:
+    if idle := evaluation.names_without_gradient():
         warnings["gradients"] = (
             f"The {_where(evaluation)} left no gradient in {_list(idle)}, which counts as one of zero: "
             "layers that are left out of some mini-batches are no mistake. What the loss never depends "
@@ -159,13 +153,8 @@ def _with_factor(
     The same factor in two comparisons belongs to the loss. Two different ones come from clipping: the
     curvature stays that of the loss.
     """
-    returned, seen = float(evaluation.returned_loss), float(_recorded_loss(evaluation))
-    if not math.isfinite(returned):
+    if not math.isfinite(float(evaluation.returned_loss)):
         return evaluation, state  # the step is refused
-    ratio = returned / seen if seen else 1.0
-    if scale != 1 and abs(ratio / scale - 1) < MIXED_TOLERANCE:
-        # A GradScaler in the closure: backward() is called on a scaled loss, and the gradient is unscaled.
-        return _scaled_to_returned(evaluation), replace(state, follows_returned=True)
     _, before = state.scales
     if before is not None and math.isclose(scale, before, rel_tol=SAME_SCALE):
         scale = before  # to the bit, so that a resumed run goes on as the first one would
@@ -180,9 +169,8 @@ def _with_factor(
                 "not the gradient after it."
             )
         state, evaluation = replace(state, scale=scale), _scaled(evaluation, scale)
-    returned, seen = float(evaluation.returned_loss), float(_recorded_loss(evaluation))
-    certain = scale == 1 or before is not None
-    if certain and not _losses_agree(evaluation, returned, seen):
+    returned, seen = float(evaluation.returned_loss), _recorded_loss(evaluation)
+    if (scale == 1 or before is not None) and not _agree(evaluation, returned, seen):
         warnings["returned"] = (
             f"The closure returned a loss of {returned:.4g}, but its gradient is that of {seen:.4g}, "
             f"{seen / returned:.4g} times as much. KFAC takes the gradient for right. Return what "
@@ -202,22 +190,13 @@ def _scaled(evaluation: Evaluation, factor: float) -> Evaluation:
     return replace(evaluation, loss=seen, returned_loss=seen)
 
 
-def _scaled_to_returned(evaluation: Evaluation) -> Evaluation:
-    """The evaluation with its losses scaled to the one that was returned."""
-    seen = float(_recorded_loss(evaluation))
-    if not seen or evaluation.loss_seen:
-        return evaluation
-    evaluation = evaluation.scaled(float(evaluation.returned_loss) / seen)
-    return in_full_precision(evaluation) if evaluation.batch.mixed else evaluation
-
-
-def _recorded_loss(evaluation: Evaluation) -> Tensor:
+def _recorded_loss(evaluation: Evaluation) -> float:
     seen = evaluation.recorded_loss
     assert seen is not None
-    return seen
+    return float(seen)
 
 
-def _losses_agree(evaluation: Evaluation, returned: float, seen: float) -> bool:
+def _agree(evaluation: Evaluation, returned: float, seen: float) -> bool:
     """Whether two losses agree; in half precision, to few digits."""
     close = evaluation.batch.mixed and abs(returned - seen) <= MIXED_TOLERANCE * abs(seen)
     return close or evaluation.agrees(returned, seen)
@@ -248,6 +227,7 @@ class _Comparison:
 class _Recorded:
     """The gradient of one unit, from the record."""
 
+    unit: Unit
     gradient: Tensor
     """Of the loss calls, by autograd."""
     rebuilt: Tensor | None = None
@@ -255,67 +235,67 @@ class _Recorded:
     size: float = 0.0
     """Σ ‖g‖ ‖ā‖."""
 
+    def differing(self, V: Tensor, W: Tensor, tolerance: float, per_size: float) -> list[str]:
+        """The names of the parameters in which two gradients are not the same."""
+        parts = zip(self.unit.names, self.unit.split(V), self.unit.split(W), strict=True)
+        return [
+            name
+            for name, v, w in parts
+            if not _norm(v - w) <= tolerance * _norm(v) + per_size * self.size
+        ]
 
-def _compare(evaluation: Evaluation, unscaled: bool) -> _Comparison | None:
+
+def _compare(evaluation: Evaluation) -> _Comparison | None:
     """Compare the gradient, without weight decay, with those of the record.
 
     Units with hooks on parameters are left out: hooks change gradients on purpose. None if nothing can be
     compared: all units have hooks, or numbers are not finite.
+
+    Raises:
+        LoopError: the gradient is zero, and that of the record is not.
     """
     network, mixed = evaluation.network, evaluation.batch.mixed
     free = [n for n, unit in enumerate(network.units) if not hooked(unit.parameters)]
     losses = float(evaluation.returned_loss), float(evaluation.loss)
-    if not free or (mixed and not _losses_agree(evaluation, *losses)):
+    if not free or (mixed and not _agree(evaluation, *losses)):
         return None
-    own = replace(evaluation, weight_decay=PerParameter(0.0)).gradient()
+    given = replace(evaluation, weight_decay=PerParameter(0.0)).gradient()
     recorded, half = _gradients_of(evaluation)
-    units, own = [network.units[n] for n in free], tuple(own[n] for n in free)
-    recorded = [recorded[n] for n in free]
+    own, recorded = tuple(given[n] for n in free), [recorded[n] for n in free]
     seen = tuple(part.gradient for part in recorded)
-    product, square = float(dot(seen, own)), float(dot(seen, seen))
+    product, square, length = (
+        float(dot(*pair)) for pair in ((seen, own), (seen, seen), (own, own))
+    )
     if not all(map(math.isfinite, (product, square, *(r.size for r in recorded)))) or not square:
         return None
     precision = torch.finfo(network.dtype).eps
     tolerance, rounding = TOLERANCE * precision**0.5, ROUNDING * precision
     scale = product / square
     # The closure's gradient may be in half precision; what K-FAC computes itself is not.
-    allowed, noise = (MIXED_TOLERANCE, MIXED_TOLERANCE) if mixed else (tolerance, rounding)
-    noise *= sum(part.size for part in recorded)
+    allowed, per_size = (MIXED_TOLERANCE, MIXED_TOLERANCE) if mixed else (tolerance, rounding)
+    noise = per_size * sum(part.size for part in recorded)
+    if not length and square**0.5 > noise:
+        raise LoopError(zeroed("KFAC"))
     rest = tuple(g - scale * s for g, s in zip(own, seen, strict=True))
-
-    def differing(
-        pairs: Sequence[tuple[Tensor, Tensor]], tolerance: float, per_size: float
-    ) -> tuple[str, ...]:
-        return tuple(
-            name
-            for unit, (V, W), part in zip(units, pairs, recorded, strict=True)
-            for name, v, w in zip(unit.names, unit.split(V), unit.split(W), strict=True)
-            if not _norm(v - w) <= tolerance * _norm(v) + per_size * part.size
-        )
-
-    if not float(dot(rest, rest)) ** 0.5 <= allowed * float(dot(own, own)) ** 0.5 + noise:
-        per_size = MIXED_TOLERANCE if mixed else rounding
-        others = differing(list(zip(own, seen, strict=True)), allowed, per_size)
-        return _Comparison(others=others)
-    rebuilt = [(r.gradient, r.gradient if r.rebuilt is None else r.rebuilt) for r in recorded]
-    unseen = differing(rebuilt, MIXED_TOLERANCE if half else tolerance, rounding)
-    if mixed and unscaled:
-        scale = scale if scale > 0 else 1.0
-    elif mixed:  # too few digits to tell other factors from 1 and the ratio of the losses
-        ratio = losses[0] / float(_recorded_loss(evaluation) or 1)
-        far = 0 < ratio < math.inf and abs(ratio - 1) > MIXED_TOLERANCE
-        nearer = scale <= 0 or abs(math.log(scale / ratio)) < abs(math.log(scale)) if far else False
-        scale = ratio if nearer else 1.0
-    elif abs(scale - 1) <= allowed + noise / square**0.5:
+    if not float(dot(rest, rest)) ** 0.5 <= allowed * length**0.5 + noise:
+        pairs = zip(recorded, own, strict=True)
+        others = [n for r, V in pairs for n in r.differing(V, r.gradient, allowed, per_size)]
+        return _Comparison(others=tuple(others))
+    if scale <= 0 or abs(scale - 1) <= allowed + noise / square**0.5:
         scale = 1.0
-    return _Comparison(scale, unseen=unseen)
+    allowed = MIXED_TOLERANCE if half else tolerance
+    known = [(r, r.gradient, r.rebuilt) for r in recorded if r.rebuilt is not None]
+    unseen = [name for r, V, W in known for name in r.differing(V, W, allowed, rounding)]
+    return _Comparison(scale, unseen=tuple(unseen))
 
 
 def _gradients_of(evaluation: Evaluation) -> tuple[list[_Recorded], bool]:
     """The gradients of all units by the record, over all ranks, and whether uses are in half precision."""
     network, half = evaluation.network, False
-    zeros = [torch.zeros(u.shape, dtype=u.dtype, device=network.device) for u in network.units]
-    recorded = [_Recorded(V) for V in zeros]
+    recorded = [
+        _Recorded(u, torch.zeros(u.shape, dtype=u.dtype, device=network.device))
+        for u in network.units
+    ]
     for number, part in enumerate(evaluation.batch.passes):
         view = Traced(network, part)
         slopes = _slopes(view, part)

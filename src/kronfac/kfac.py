@@ -180,7 +180,7 @@ class KFAC(torch.optim.Optimizer):
             check_group(group, number)
         self._warn_of_rate(self.param_groups)
         moves = any(float(group["lr"]) for group in self.param_groups)
-        if closure is None and not moves and not self._recorder.forwards:
+        if closure is None and not moves and not self._recorder.since.forwards:
             self._show_momentum(anyway=True)
             return None
         before = self.report

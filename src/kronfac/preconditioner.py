@@ -216,7 +216,7 @@ class Preconditioner:
                 "Preconditioner.step() replaces gradients, but no parameter has one. Call loss.backward() "
                 "before step(), and zero_grad() after the optimizer's step()."
             )
-        if self._recorder.watch.added_to_old:
+        if self._recorder.since.added_to_old:
             self._warn(
                 "zero_grad",
                 "loss.backward() has added to gradients that the last Preconditioner.step() has "

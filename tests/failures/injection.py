@@ -88,7 +88,7 @@ class Everything:
             copy.deepcopy(optimizer.state_dict()),
             torch.get_rng_state(),
             optimizer.report,
-            (recorder._paused, recorder.forwards, [id(r) for r in recorder.records]),
+            (recorder._paused, recorder.since.forwards, [id(r) for r in recorder.records]),
             copy.deepcopy(vars(optimizer.network.learned)),
             _modes(),
             [_bits(p.grad) for p in optimizer.model.parameters()] if gradients else None,

@@ -39,7 +39,7 @@ def test_a_forward_pass_without_a_backward_pass_leaves_nothing() -> None:
             loss = loss_fn(model(inputs), y)
         del inputs, loss
         assert not alive(seen)
-    assert not optimizer._recorder.losses
+    assert not optimizer._recorder.since.losses
 
 
 def test_a_step_leaves_nothing() -> None:
@@ -84,7 +84,7 @@ def test_close_removes_every_hook() -> None:
     loss_fn(model(x), y).backward()
     optimizer.close()
     assert hooks(model, loss_fn) == 0
-    assert not optimizer._recorder.losses
+    assert not optimizer._recorder.since.losses
     optimizer.close()  # twice is no mistake
     optimizer.step(optimizer.closure(x, y))
     assert hooks(*model.modules(), loss_fn) == 0
@@ -107,7 +107,7 @@ def test_copies_of_the_model_have_no_hooks_that_do_anything() -> None:
     for other in (copy.deepcopy(model), AveragedModel(model).module):
         loss_fn(other(x), y).backward()
         assert hooks(other) == 0
-    assert not optimizer._recorder.losses
+    assert not optimizer._recorder.since.losses
     step_without_closure(optimizer, lambda: loss_fn(model(x), y))
 
 

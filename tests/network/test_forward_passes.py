@@ -241,8 +241,6 @@ class Flexible(nn.Module):
             return z.detach(), (z, {"more": [z + 1]})
         if self.returns == "dataclass":
             return Output({"h": z * 2}, z)
-        if self.returns == "object":
-            return Opaque(z=z, w=z + 1)
         return z
 
 
@@ -359,7 +357,6 @@ CASES = {
     ),
     "returns a tuple": Case(plain(returns="tuple"), **classify(lambda m: m(X)[1][1]["more"][0])),
     "returns a dataclass": Case(plain(returns="dataclass"), **classify(lambda m: m(X).hidden["h"])),
-    "returns an object": Case(plain(returns="object"), **classify(lambda m: m(X).w)),
     "siamese": Case(
         plain(), lambda m: F.mse_loss(m(X), m(OTHER)), lambda m: [mse(m(X) - m(OTHER))]
     ),

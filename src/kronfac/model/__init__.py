@@ -5,7 +5,7 @@ from kronfac.model.blocks import Blocks
 from kronfac.model.find import Site, find_units
 from kronfac.model.functions import SeeFunctions, record_uses
 from kronfac.model.layers.linear import LinearAdapter
-from kronfac.model.network import LearnedState, Network, check_moments, refuse_changes
+from kronfac.model.network import Learned, Network, refuse_changes
 from kronfac.model.registry import Adapter, Use, register
 from kronfac.model.side_effects import (
     Buffers,
@@ -25,7 +25,7 @@ __all__ = [
     "Blocks",
     "Buffers",
     "Kept",
-    "LearnedState",
+    "Learned",
     "LinearAdapter",
     "Matrices",
     "Network",
@@ -35,7 +35,6 @@ __all__ = [
     "Unit",
     "Use",
     "Uses",
-    "check_moments",
     "dot",
     "find_units",
     "hooked",

@@ -1,16 +1,15 @@
-"""Tensors inside of other values (containers, dataclasses, objects of libraries), and of subclasses."""
+"""Tensors inside of other values (containers, tuples of any class, dataclasses), and of subclasses."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
-from typing import Any
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-DEPTH = 4
-"""How many objects inside of each other are opened."""
+T = TypeVar("T")
 
 _NUMBERS = frozenset({int, float, bool, str, type(None), slice, type(...), torch.dtype})
 """Types of what is inside of arguments and has nothing in it."""
@@ -23,11 +22,8 @@ class Ref:
     index: int
 
 
-def map_leaves(value: Any, change: Callable[[Any], Any], depth: int = DEPTH) -> Any:
-    """The value with `change` applied to its tensors and to everything else in it.
-
-    Objects are copied if something in them changes; the value itself stays as it is.
-    """
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The value with `change` applied to its tensors and to everything else in it."""
     # What is usual first: `tree_map` is slow.
     if isinstance(value, Tensor | Ref):
         return change(value)
@@ -35,35 +31,41 @@ def map_leaves(value: Any, change: Callable[[Any], Any], depth: int = DEPTH) -> 
     if kind in _NUMBERS:
         return change(value)
     if kind is tuple:
-        return tuple([map_leaves(item, change, depth) for item in value])
+        return tuple([map_leaves(item, change) for item in value])
     if kind is dict:
-        return {name: map_leaves(item, change, depth) for name, item in value.items()}
+        return {name: map_leaves(item, change) for name, item in value.items()}
 
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor | Ref):
             return change(leaf)
         if isinstance(leaf, tuple) and leaf:  # such as a PackedSequence, which pytree does not know
-            items = [map_leaves(item, change, depth - 1) for item in leaf]
-            same = all(a is b for a, b in zip(items, leaf, strict=True))
-            return leaf if same else tuple.__new__(type(leaf), items)
-        inside = _data(leaf) if depth > 0 else {}
-        if not inside:
-            return change(leaf)
-        mapped = {name: map_leaves(item, change, depth - 1) for name, item in inside.items()}
-        changed = {name: item for name, item in mapped.items() if not _same(item, inside[name])}
-        if not changed:
-            return leaf
-        return _copy(leaf, changed)
+            return tuple.__new__(type(leaf), [map_leaves(item, change) for item in leaf])
+        if is_dataclass(leaf) and not isinstance(leaf, type | nn.Module):
+            result = copy(leaf)
+            for f in fields(leaf):
+                item = map_leaves(getattr(leaf, f.name), change)
+                object.__setattr__(result, f.name, item)
+            return result
+        return change(leaf)
 
     return pytree.tree_map(visit, value)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in a value, in their order."""
-    found: list[Tensor] = []
+    return _leaves(value, Tensor)
+
+
+def refs_of(value: Any) -> list[int]:
+    """The indices of the references in a value."""
+    return [ref.index for ref in _leaves(value, Ref)]
+
+
+def _leaves(value: Any, kind: type[T]) -> list[T]:
+    found: list[T] = []
 
     def note(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, kind):
             found.append(leaf)
         return leaf
 
@@ -85,61 +87,9 @@ def tensor_leaves(value: Any) -> Iterator[Tensor]:
         yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def refs_of(value: Any) -> list[int]:
-    """The indices of the references in a value."""
-    found: list[int] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, Ref):
-            found.append(leaf.index)
-        return leaf
-
-    map_leaves(value, note)
-    return found
-
-
 def fill(given: Any, values: Mapping[int, Tensor]) -> Any:
     """Arguments with tensors in the places of their references."""
     return map_leaves(given, lambda leaf: values[leaf.index] if isinstance(leaf, Ref) else leaf)
-
-
-def _copy(value: Any, changed: dict[Any, Any]) -> Any:
-    """An object with other data in it, made by none of its own methods: they may do anything."""
-    kind: Any = type(value)
-    result = kind.__new__(kind)
-    if isinstance(value, dict):
-        base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-        for name, item in base.items(value):
-            base.__setitem__(result, name, changed.get(name, item))
-    for name, item in _own(value).items():
-        _own(result)[name] = changed.get(name, item)
-    return result
-
-
-def _data(leaf: Any) -> dict[Any, Any]:
-    """What an object that carries data consists of; nothing for modules, functions and types."""
-    if isinstance(leaf, nn.Module | type) or (callable(leaf) and not is_dataclass(leaf)):
-        return {}
-    items = dict(dict.items(leaf)) if isinstance(leaf, dict) else {}
-    return {**_own(leaf), **items}
-
-
-def _own(leaf: Any) -> dict[str, Any]:
-    """An object's attributes."""
-    own = getattr(leaf, "__dict__", None)
-    return own if type(own) is dict else {}
-
-
-def _same(new: Any, old: Any) -> bool:
-    """Whether nothing in a value was replaced; containers are built anew in any case."""
-    if new is old:
-        return True
-    pairs = zip(_flat(new), _flat(old), strict=True)
-    return all(a is b for a, b in pairs)
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    return iter(pytree.tree_leaves(value))
 
 
 # ------------------------------------------------------------------------------------ tensor subclasses

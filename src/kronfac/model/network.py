@@ -13,15 +13,7 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from kronfac.curvature import (
-    Curvature,
-    DenseMoments,
-    DiagonalMoments,
-    KroneckerBlock,
-    KroneckerSumMoments,
-    Moments,
-    Tap,
-)
+from kronfac.curvature import Curvature, Tap
 from kronfac.errors import StateError, UnsupportedModelError
 from kronfac.linalg import Matrices
 from kronfac.model.blocks import Blocks, Kind
@@ -33,6 +25,15 @@ from kronfac.objective import Objective
 
 Placement = Sequence[tuple[torch.dtype, torch.device]]
 """The dtype and the device of every parameter."""
+
+
+@dataclass(frozen=True)
+class UnitState:
+    """What the first pass has shown of a unit."""
+
+    kind: str
+    """See `Unit.kind`."""
+    observed: bool
 
 
 @dataclass
@@ -47,33 +48,12 @@ class Learned:
     """Length of finite differences, in units of the usual one."""
     compared: bool = False
     """Whether J v has been compared with Jᵀ r."""
-    placement: Placement | None = None
-    """Where the parameters were in the last step; None before there was one."""
+    units: tuple[UnitState, ...] = ()
+    """In a saved state, the units in their order; none before the first pass was looked at."""
 
-    def copy(self) -> "Learned":
+    def copy(self, units: tuple[UnitState, ...] = ()) -> "Learned":
         """One that stays as it is."""
-        return replace(self, dims=dict(self.dims))
-
-
-@dataclass(frozen=True)
-class UnitState:
-    """What the first pass has shown of a unit."""
-
-    kind: str
-    """See `Unit.kind`."""
-    observed: bool
-
-
-@dataclass(frozen=True)
-class LearnedState:
-    """What passes have shown of a network, as it is saved; see `Learned`."""
-
-    dims: dict[str, ExampleDims]
-    forward_mode: bool
-    difference: float
-    compared: bool
-    units: tuple[UnitState, ...]
-    """In their order; none before the first pass was looked at."""
+        return replace(self, dims=dict(self.dims), units=units)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +73,8 @@ class Network:
     discovered: bool = False
     """Whether the uses of all units have been looked at (`discovery.py`)."""
     learned: Learned = field(default_factory=Learned)
+    placed: Placement | None = None
+    """Where the parameters were in the last step; None before there was one."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -178,38 +160,41 @@ class Network:
         finally:
             put_back(list(zip(parameters, kept, strict=True)))
 
-    def learned_state(self) -> LearnedState:
+    def learned_state(self) -> Learned:
         """What passes have shown of it, to be saved."""
-        learned, units = self.learned, self.units if self.discovered else ()
-        shown = tuple(UnitState(unit.kind, unit.observed) for unit in units)
-        numbers = learned.forward_mode, learned.difference, learned.compared
-        return LearnedState(dict(learned.dims), *numbers, shown)
+        units = self.units if self.discovered else ()
+        return self.learned.copy(tuple(UnitState(unit.kind, unit.observed) for unit in units))
 
     def continued(
-        self, order: Sequence[int], curvature: Curvature | None, state: LearnedState
+        self, order: Sequence[int], curvature: Curvature | None, state: Learned
     ) -> "Network":
         """The network as it was when a state was saved: its units' order and links, and their blocks.
 
         Raises:
-            StateError: what passes have shown is not of these units.
+            StateError: what passes have shown, or the curvature, is not of these units.
         """
-        learned = Learned(dict(state.dims), state.forward_mode, state.difference, state.compared)
-        network = replace(self, learned=learned)
+        network = replace(self, learned=state.copy())
         if curvature is not None:
             links = [link is not None for link in curvature.links]
             network = network.reordered(order, links)
-        return network._shown(state) if state.units else network
-
-    def _shown(self, state: LearnedState) -> "Network":
-        """The network with the blocks that the first pass of the resumed run has chosen."""
-        if len(state.units) != len(self.units):
-            raise StateError(
-                f"The state's learned.units must have one entry for each of {len(self.units)} units; got "
-                f"{len(state.units)}. Load an earlier state."
-            )
-        pairs = zip(self.units, state.units, strict=True)
-        units = [_continued(unit, shown, self.blocks) for unit, shown in pairs]
-        return replace(self, units=units, discovered=True)
+        if state.units:
+            if len(state.units) != len(self.units):
+                raise StateError(
+                    f"The state's learned.units must have one entry for each of {len(self.units)} units; "
+                    f"got {len(state.units)}. Load an earlier state."
+                )
+            pairs = zip(network.units, state.units, strict=True)
+            units = [_continued(unit, shown, self.blocks) for unit, shown in pairs]
+            network = replace(network, units=units, discovered=True)
+        for unit, moments in zip(
+            network.units, curvature.blocks if curvature else (), strict=False
+        ):
+            if not isinstance(moments, unit.block.moments):
+                raise StateError(
+                    f"The state's statistics of {unit.name!r} are {type(moments).__name__}; this KFAC has "
+                    f"a {type(unit.block).__name__} for it. Use the block that it was saved with."
+                )
+        return network
 
     def demoted(
         self, numbers: Sequence[int], why: str = "not all uses of it are seen"
@@ -253,7 +238,7 @@ def refuse_changes(network: Network) -> None:
             "new KFAC after changing the model."
         )
     refuse_dtypes(network.units)
-    before = network.learned.placement
+    before = network.placed
     if before is not None and before != (now := network.placement):
         old, new = next(pair for pair in zip(before, now, strict=True) if pair[0] != pair[1])
         raise UnsupportedModelError(
@@ -290,30 +275,3 @@ def _continued(unit: Unit, state: UnitState, blocks: Blocks) -> Unit:
         f"The state's kind of use of {unit.name!r} must be one of {kinds}; got {state.kind!r}. Load an "
         "earlier state."
     )
-
-
-def check_moments(curvature: Curvature | None, units: Sequence[Unit]) -> None:
-    """Check the kinds of a state's moments, which for some units are known after the first pass only.
-
-    Raises:
-        StateError: some are of another kind than the units' blocks estimate.
-    """
-    if curvature is None:
-        return
-    for unit, moments in zip(units, curvature.blocks, strict=True):
-        if not isinstance(moments, _kinds(unit)):
-            raise StateError(
-                f"The state's statistics of {unit.name!r} are {type(moments).__name__}; this KFAC has "
-                f"a {type(unit.block).__name__} for it. Use the block that it was saved with."
-            )
-
-
-def _kinds(unit: Unit) -> tuple[type[Moments], ...]:
-    """The kinds of moments that a unit may have had: the first pass shows how it is used."""
-    if not unit.observed or unit.kind:
-        return (unit.block.moments,)
-    if not unit.chosen:
-        return (Moments,)
-    # Diagonal ones if its uses were not all seen, a sum or a dense one if V and Vᵀ both were used.
-    both = (KroneckerSumMoments, DenseMoments) if isinstance(unit.block, KroneckerBlock) else ()
-    return (unit.block.moments, DiagonalMoments, *both)

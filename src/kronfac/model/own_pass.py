@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 Function = Callable[..., Any]
@@ -142,37 +141,3 @@ def not_reentrant(function: Function, preserve_rng_state: bool, *args: Any) -> A
     return _checkpoints().checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
     )
-
-
-# ------------------------------------------------------------------------------------------- dropout
-
-_DROPOUT = {
-    functional.dropout,
-    functional.dropout1d,
-    functional.dropout2d,
-    functional.dropout3d,
-    functional.alpha_dropout,
-    functional.feature_alpha_dropout,
-    functional.multi_head_attention_forward,
-}
-"""Functions whose argument `training` says whether anything is dropped."""
-_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
-
-
-class NoDropout(TorchFunctionMode):
-    """Drops nothing: a mask for fewer examples is another mask, so passes could not be compared."""
-
-    def __torch_function__(
-        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUT:
-            kwargs = {**kwargs, "training": False}
-        elif func == functional.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs = {**kwargs, "dropout_p": 0.0} if len(args) <= 4 else kwargs
-        elif func in _RECURRENT:
-            # (x, hx, weights, has_biases, layers, dropout, train, …); packed ones have batch sizes after x.
-            place = 6 if isinstance(args[3], bool) else 7
-            args = (*args[:place], False, *args[place + 1 :])
-        return func(*args, **kwargs)

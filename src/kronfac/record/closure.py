@@ -2,22 +2,32 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from kronfac.errors import ClosureError, LoopError, TargetError
 from kronfac.model.own_pass import instead_of_checkpoints, not_reentrant
-from kronfac.model.side_effects import Buffers
+from kronfac.model.side_effects import Buffers, register_hooks, remove_hooks
 from kronfac.objective import Objective
-from kronfac.record.batch import Batch, ModelCall
-from kronfac.record.losses import assemble
+from kronfac.record.batch import Batch
+from kronfac.record.losses import SeenLoss, assemble
 from kronfac.record.mode import Recording, is_compiled
 
 
 class ClosureRecording(Recording):
     """What happens inside a closure."""
+
+    in_closure = True
+
+    def __init__(self, model: nn.Module, objective: Objective, buffers: Buffers) -> None:
+        arrived: dict[SeenLoss, Tensor] = {}
+
+        def arrive(seen: SeenLoss, gradient: Tensor) -> None:
+            arrived[seen] = arrived[seen] + gradient if seen in arrived else gradient
+
+        super().__init__(model, objective, buffers, arrive)
+        self._arrived = arrived
 
     def batch(self) -> Batch:
         """The mini-batch of the closure.
@@ -25,21 +35,18 @@ class ClosureRecording(Recording):
         Raises:
             ClosureError: the model was not called, or its inputs were changed afterwards.
         """
-        if not (self.losses or any(isinstance(step, ModelCall) for step in self.steps)):
-            raise ClosureError(
-                f"The closure never called the model ({type(self.model).__name__}) with gradients "
-                "enabled, so there is nothing to take a step from. Call the model that KFAC was "
-                "given, in the closure."
-            )
-        whole = self.record()
-        for seen in self.losses:
-            seen.record = whole
         changed = ClosureError(
             "The closure changed inputs or targets in place after it had called the model with them, "
             "but KFAC goes through the same examples again. Use a new tensor for every call."
         )
-        batch = assemble(self.losses, [whole], self.objective, changed)
-        assert batch is not None
+        losses = {seen: self._arrived.get(seen) for seen in self.losses}
+        batch = assemble(losses, [self.record], self.objective, changed)
+        if batch is None:
+            raise ClosureError(
+                f"The closure never called the model ({type(self.model).__name__}) with gradients "
+                "enabled, so there is nothing to take a step from. Call the model that KFAC was "
+                "given, in the closure; what it returns may be tensors, containers, or dataclasses of them."
+            )
         return batch
 
 
@@ -53,16 +60,11 @@ def record(
     """
     own: nn.Module = getattr(model, "_orig_mod", model)
     recording = ClosureRecording(model, objective, Buffers(own) if buffers is None else buffers)
+    recording.paths = {module: path for path, module in _modules(model)}
     with ExitStack() as stack:
-        for path, module in _modules(model):
-            before = partial(recording.before_model, path)
-            after = partial(recording.after_model, path)
-            for handle in (
-                # Before other hooks, which may change what the module is given: they will do so again.
-                module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-                module.register_forward_hook(after, with_kwargs=True, always_call=True),
-            ):
-                stack.callback(handle.remove)
+        for module in recording.paths:
+            hooks = register_hooks(module, recording.before_model, recording.after_model)
+            stack.callback(remove_hooks, hooks)
         stack.enter_context(instead_of_checkpoints(not_reentrant))
         stack.enter_context(recording)
         yield recording
@@ -73,22 +75,14 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     Not those inside of compiled ones, which a hook would make the compiler compile again.
     """
-    seen: set[nn.Module] = set()
-    stack = [("", model)]
-    while stack:
-        path, module = stack.pop()
-        if module in seen:
+    compiled: tuple[str, ...] = ()
+    for path, module in model.named_modules():
+        idle = path and not any(p.requires_grad for p in module.parameters())
+        if idle or path.startswith(compiled) or isinstance(module, torch.jit.ScriptModule):
             continue
-        seen.add(module)
         yield path, module
         if is_compiled(module):
-            continue
-        stack += [
-            (f"{path}.{name}" if path else name, child)
-            for name, child in module.named_children()
-            if not isinstance(child, torch.jit.ScriptModule)
-            and any(p.requires_grad for p in child.parameters())
-        ]
+            compiled += (f"{path}." if path else "",)
 
 
 class MiniBatchClosure:

@@ -5,9 +5,9 @@ for every kind of pass, on the first mini-batch: three of the examples alone mus
 had among all. A pass that fails is used whole. The same two forward passes show where each unit's outputs
 have the examples, for blocks that are built from the gradients of single examples.
 
-BatchNorm, which makes examples depend on each other while it trains, normalises by its running statistics
-in the check. Some of the examples are a mini-batch of their own, normalised by their own statistics, as the
-user's smaller mini-batch would be.
+The model is in evaluation mode in the check: while it trains, BatchNorm makes examples depend on each
+other. Some of the examples are a mini-batch of their own, normalised by their own statistics, as the user's
+smaller mini-batch would be.
 """
 
 import hashlib
@@ -29,7 +29,6 @@ from kronfac.model.functions import record_uses
 from kronfac.model.layout import ExampleDims, by_example
 from kronfac.model.nested import keep_attributes
 from kronfac.model.network import Network
-from kronfac.model.own_pass import NoDropout
 from kronfac.model.side_effects import RandomState, replay
 from kronfac.record.batch import Batch, LossCall, ModelCall, Operation, Pass
 
@@ -85,31 +84,30 @@ def _has_moved(network: Network, dims: ExampleDims) -> bool:
 
 
 def _check(network: Network, part: Pass) -> ExampleDims:
+    whole = ExampleDims(apart=False)
     if any(terms.count % part.examples or not terms.count for terms in part.terms):
-        return ExampleDims(apart=False)
+        return whole
     index = _three(part)
     trials = [index]
     if network.device.type != "cpu":
         # As many as there were, first: an index into them stays in range, which a GPU does not forgive.
         trials.insert(0, index.repeat(-(-part.examples // len(index)))[: part.examples])
-    random = RandomState.current(network.device)
-    found = ExampleDims()
-    with torch.enable_grad(), NoDropout(), _running_statistics(network.model), replay(random):
-        outputs, whole = _run(network, part)
-        for trial in trials:
-            try:
-                with replay(random), warnings.catch_warnings():
-                    # Targets that were not divided as the outputs were: torch's losses only warn.
-                    warnings.simplefilter("ignore")
-                    some = select(part, trial)
-                    own, uses = _run(network, some)
-            except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError):
-                return ExampleDims(
-                    apart=False
-                )  # what models raise that take no other number of examples
-            if not _agree(part, some, outputs, own, trial):
-                return ExampleDims(apart=False)
-            found = _places(network, whole, uses, trial, part.examples)
+    random, found = RandomState.current(network.device), whole
+    with torch.enable_grad(), _evaluating(network.model), warnings.catch_warnings():
+        # Targets that were not divided as the outputs were: torch's losses only warn.
+        warnings.simplefilter("ignore")
+        try:
+            with replay(random):
+                outputs, uses = _run(network, part)
+            for trial in trials:
+                some = select(part, trial)
+                with replay(random):
+                    own, own_uses = _run(network, some)
+                if not _agree(part, some, outputs, own, trial):
+                    return whole
+                found = _places(network, uses, own_uses, trial, part.examples)
+        except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError):
+            return whole  # what models raise that take no other number of examples
     return found
 
 
@@ -144,16 +142,16 @@ def _run(network: Network, part: Pass) -> tuple[list[Tensor], _Seen]:
 
 
 @contextmanager
-def _running_statistics(model: nn.Module) -> Iterator[None]:
-    """BatchNorm by its running statistics while this lasts."""
-    training = norms_in_training(model)
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """No dropout, whose mask is another for fewer examples, and BatchNorm by its running statistics."""
+    training = [module for module in model.modules() if module.training]
     try:
-        for norm in training:
-            norm.training = False
+        for module in training:
+            module.training = False
         yield
     finally:
-        for norm in training:
-            norm.training = True
+        for module in training:
+            module.training = True
 
 
 def _agree(

@@ -1,6 +1,6 @@
 """Recorded loss calls, and the mini-batch that they make with the calls of the model before them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,54 +10,32 @@ from kronfac.errors import KronfacError, UnsupportedLossError
 from kronfac.model.nested import refs_of
 from kronfac.objective import Objective
 from kronfac.record.batch import Batch, LossCall, ModelCall, Pass, Step
-
-
-@dataclass(eq=False)
-class Record:
-    """What a closure did; in a loop, one call of the model or the loss, after those that it depends on."""
-
-    steps: list[Step]
-    versions: list[tuple[Tensor, int]]
-    """Tensors that the steps were given, with their versions at that time."""
-    mixed: bool
-    """Whether they ran in half precision."""
-    number: int = 0
-    """Its place among other records."""
-    read: bool = False
-    """Whether a loss of the outputs was recorded."""
+from kronfac.record.tape import Record, steps_of
 
 
 @dataclass(eq=False)
 class SeenLoss:
-    """A loss call, the gradient that arrived at it, and the steps that lead to it."""
+    """A loss call, and the steps that lead to it."""
 
     call: LossCall
-    value: Tensor | None
-    """The loss; None if the outputs were declared with `kronfac.observe`."""
+    """With its value, but None if the outputs were declared with `kronfac.observe`."""
     number: int
     """Its place among other losses."""
-    record: Record | None = None
-    """The steps before it, from the model on."""
-    arrived: Tensor | None = None
-    inside: bool = False
-    """Whether the model called it."""
+    record: Record
     outside: dict[int, torch.Size] = field(default_factory=dict)
     """Shapes, by id, of leaves that it depends on, that require a gradient and are not the model's."""
 
-    def arrive(self, gradient: Tensor) -> None:
-        """Add the gradient of a backward pass."""
-        self.arrived = gradient if self.arrived is None else self.arrived + gradient
-
-    def with_factor(self) -> LossCall | None:
-        """The call with its factor in the objective; None if no gradient arrived at it."""
-        if self.value is None:
+    def with_factor(self, arrived: Tensor | None) -> LossCall | None:
+        """The call with its factor in the objective: the gradient that arrived at it; None if none did."""
+        value = self.call.value
+        if value is None:
             return self.call
-        if self.arrived is None:
+        if arrived is None:
             return None
-        factor: float | Tensor = self.arrived
-        if not self.arrived.is_cuda:
-            least = float(self.arrived.min())
-            if self.arrived.dim() == 0:
+        factor: float | Tensor = arrived
+        if not arrived.is_cuda:
+            least = float(arrived.min())
+            if arrived.dim() == 0:
                 factor = least
             if least < 0:
                 raise UnsupportedLossError(
@@ -67,18 +45,12 @@ class SeenLoss:
                 )
         terms = self.call.terms
         # A loss without a reduction: the gradient at each element is its weight.
-        own = terms.weighed_by(self.arrived) if self.arrived.dim() else terms.scaled(factor)
-        value = (self.value * self.arrived).sum()
-        return replace(self.call, terms=own, value=value, factor=factor)
-
-
-def joined(records: Iterable[Record]) -> list[Step]:
-    """The steps of several records, each once; a step comes after those that it depends on."""
-    return list({id(step): step for one in records for step in one.steps}.values())
+        own = terms.weighed_by(arrived) if arrived.dim() else terms.scaled(factor)
+        return replace(self.call, terms=own, value=(value * arrived).sum(), factor=factor)
 
 
 def assemble(
-    losses: Sequence[SeenLoss],
+    losses: Mapping[SeenLoss, Tensor | None],
     others: Sequence[Record],
     objective: Objective,
     changed: KronfacError,
@@ -86,7 +58,7 @@ def assemble(
     """The mini-batch of loss calls; without any, the calls of the model with the loss given to KFAC.
 
     Args:
-        losses: in any order.
+        losses: with the gradients that arrived at them.
         others: calls of the model, which count if there are no losses.
         objective: the loss that KFAC was given.
         changed: the error to raise if inputs or targets were written to since.
@@ -94,20 +66,21 @@ def assemble(
     Returns:
         None if there is neither.
     """
-    losses = sorted(losses, key=lambda seen: seen.number)
-    found = [seen.record for seen in losses if seen.record is not None]
-    records = list(dict.fromkeys(found or sorted(others, key=lambda record: record.number)))
-    if not records:
-        return None
-    if any(tensor._version != version for one in records for tensor, version in one.versions):
+    seen = sorted(losses, key=lambda one: one.number)
+    records = [one.record for one in seen] or others
+    versions = (pair for one in records for part in one.whole() for pair in part.versions)
+    if any(tensor._version != version for tensor, version in versions):
         raise changed
-    steps, mixed = joined(records), any(one.mixed for one in records)
-    calls = [call for seen in losses if (call := seen.with_factor()) is not None]
+    steps = steps_of(records)
+    if not steps:
+        return None
+    mixed = any(one.mixed for one in records)
+    calls = [call for one in seen if (call := one.with_factor(losses[one])) is not None]
     if not calls:
         return Batch(_declare(steps, objective), seen=False, assumed=True, mixed=mixed)
-    seen = all(call.function is not None for call in calls)
-    outside = {key: shape for one in losses for key, shape in one.outside.items()}
-    return Batch(_group(steps, calls), seen=seen, mixed=mixed, outside=tuple(outside.values()))
+    complete = all(call.function is not None for call in calls)
+    outside = {key: shape for one in seen for key, shape in one.outside.items()}
+    return Batch(_group(steps, calls), complete, mixed=mixed, outside=tuple(outside.values()))
 
 
 def _group(steps: Sequence[Step], losses: Sequence[LossCall]) -> tuple[Pass, ...]:

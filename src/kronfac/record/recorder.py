@@ -4,45 +4,53 @@ A record is attached to its graph: to the nodes of the model's outputs, then to 
 forward pass that is never differentiated leaves nothing behind. A backward pass that arrives at the loss
 hands the record to the recorder, which keeps it until the step, or until gradients are dropped. No graph
 and no activations are kept, only the arguments of the model and the loss.
-
-A hook calls `BackwardWatch.begin` in the middle of a backward pass. At its end, torch calls back: from then
-on, the gradients that it has written are known by their versions.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.weak import TensorWeakRef
 
 from kronfac.errors import LoopError
 from kronfac.model.nested import tensors_of
-from kronfac.model.own_pass import mixed
-from kronfac.model.side_effects import Buffers, device_of, register_hooks
+from kronfac.model.side_effects import Buffers, register_hooks
 from kronfac.objective import LISTENERS, Likelihood, Objective, observe
 from kronfac.record.batch import Batch, ModelCall
-from kronfac.record.graph import Known, trace_back
-from kronfac.record.losses import Record, SeenLoss, assemble
+from kronfac.record.losses import SeenLoss, assemble
 from kronfac.record.mode import Recording, is_compiled
-
-_RECORDERS = count()
-
-
-def _copied(value: Any) -> Any:
-    """A list, a set or a dict, which are written to in place, as it is now."""
-    return value.copy() if type(value) in (list, set, dict) else value
+from kronfac.record.tape import Record, new_key
 
 
-class _Running(threading.local):
-    """Calls of the model and the loss that this thread is in; None for those that are not recorded."""
+@dataclass
+class Since:
+    """What has happened since the last step."""
 
-    def __init__(self) -> None:
-        self.calls: list[Recording | None] = []
+    losses: dict[SeenLoss, Tensor] = field(default_factory=dict)
+    """Loss calls that backward passes have reached, with the gradients that arrived at them."""
+    outputs: dict[Record, None] = field(default_factory=dict)
+    """Calls of the model that backward passes have reached, and whose loss was not recorded."""
+    backward: int | None = None
+    """The number that torch gave the last backward pass."""
+    added_to_old: bool = False
+    """Whether the first backward pass has added to the gradients of the last step."""
+    forwards: int = 0
+    """Calls of the model with gradients enabled."""
+    forwards_without_gradients: int = 0
+    unread: int = 0
+    """Tensors that the loss was called with and that could not be followed back to the model."""
+    detached: int = 0
+    """Calls of the loss with tensors that have no graph."""
+
+    def copy(self) -> "Since":
+        """One that stays as it is."""
+        return replace(self, losses=dict(self.losses), outputs=dict(self.outputs))
 
 
 class Recorder:
@@ -57,24 +65,15 @@ class Recorder:
     ) -> None:
         self.model = model
         self.objective = objective
-        self.forwards = 0
-        """Calls of the model with gradients enabled, since the last step."""
-        self.forwards_without_gradients = 0
-        self.unread = 0
-        """Tensors that the loss was called with and that could not be followed back to the model."""
-        self.detached = 0
-        """Calls of the loss with tensors that have no graph."""
-        self.watch = BackwardWatch(parameters, self._end_backward)
+        self.since = Since()
+        self._parameters = parameters
         self._buffers = buffers
-        self._key = next(_RECORDERS)
+        self._key = new_key()
         self._indices: Iterator[int] = count()
         self._running = _Running()
         self._paused = 0
-        self._looks_inside = True  # of the model, for losses
-        self._mixes_inside = False  # whether the model opens an autocast of its own
-        self._arriving: list[tuple[SeenLoss | Record, int, Tensor]] = []
-        self._losses: list[SeenLoss] = []
-        self._outputs: dict[Record, dict[int, Tensor]] = {}
+        self._stepped: list[tuple[TensorWeakRef, int]] = []
+        """The gradients that the last step went by, with their versions."""
         self.handles = [
             *register_hooks(model, self._before_model, self._after_model),
             *register_hooks(objective.module, self._before_loss, self._after_loss),
@@ -95,49 +94,28 @@ class Recorder:
     @property
     def records(self) -> tuple[SeenLoss | Record, ...]:
         """Losses and outputs that backward passes have reached since the last step, unless zeroed since."""
-        return (*self._losses, *self._outputs)
-
-    @property
-    def losses(self) -> tuple[SeenLoss, ...]:
-        """The loss calls among the records."""
-        return tuple(self._losses)
-
-    @property
-    def running(self) -> list[Recording | None]:
-        """Calls of the model and the loss that this thread is in."""
-        return self._running.calls
+        return (*self.since.losses, *self.since.outputs)
 
     def forget(self) -> None:
-        """Drop what was recorded: it has been used, or its gradients were dropped."""
-        for seen in self._losses:
-            seen.arrived = None  # a graph that is retained may be gone through again
-        self._losses, self._arriving, self._outputs = [], [], {}
+        """Drop what was recorded: its gradients were dropped."""
+        self.since.losses, self.since.outputs = {}, {}
 
     def snapshot(self) -> Callable[[], None]:
         """A function that restores the record as it is now, for a step that fails."""
-        kept = [
-            (where, {k: _copied(v) for k, v in vars(where).items()}) for where in (self, self.watch)
-        ]
-        arrived = [(loss, loss.arrived) for loss in self._losses]
-        running = list(self.running)
+        since, running = self.since.copy(), list(self._running.calls)
 
         def restore() -> None:
-            for where, values in kept:
-                vars(where).update({k: _copied(v) for k, v in values.items()})
+            self.since = since.copy()
             # torch calls no hook after a call that a KeyboardInterrupt has ended.
-            self.running[:] = running
-            for loss, gradient in arrived:
-                loss.arrived = gradient
+            self._running.calls[:] = running
 
         return restore
 
     def step(self) -> None:
         """Begin the record of the next step."""
-        if self._losses:
-            self._looks_inside = any(seen.inside for seen in self._losses)
-        self.forget()
-        self.watch.step()
-        self.forwards = self.forwards_without_gradients = self.unread = self.detached = 0
+        self.since = Since()
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        self._stepped = [(TensorWeakRef(grad), grad._version) for grad in grads]
 
     def batch(
         self, who: str = "KFAC", needs_loss: bool = True, ended_by_closure: bool = False
@@ -153,53 +131,45 @@ class Recorder:
             LoopError: a pass is missing, its gradients were dropped, its inputs or targets were changed
                 since, or its loss was not recorded.
         """
-        if self.watch.dropped():
-            raise LoopError(
-                f"{who}.step() needs the gradients that loss.backward() has left, but they were dropped "
-                "or set to zero since: zero_grad() is called between backward() and step(). Call it "
-                "before backward(), or after step()."
-            )
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        zeros = not self.records and not any(bool(grad.any()) for grad in grads)
+        if self.since.backward is not None and (zeros or not grads):
+            raise LoopError(zeroed(who))
         changed = LoopError(
             "Inputs or targets were changed in place after the model or the loss was called with them, but "
             f"{who}.step goes through the same examples again. Use a new tensor for every call, or call "
             "step() before you change them."
         )
-        batch = assemble(self._losses, list(self._outputs), self.objective, changed)
-        if batch is None and not self.watch.only_zeros():
-            raise self._missing_pass(who)
+        batch = assemble(self.since.losses, list(self.since.outputs), self.objective, changed)
+        if batch is None and not (grads and zeros):
+            raise self._missing_pass(who, bool(grads))
         if batch is not None and needs_loss and batch.recorded_loss is None:
             raise self._missing_loss(batch, ended_by_closure)
         return batch
 
-    def _missing_pass(self, who: str) -> LoopError:
+    def _missing_pass(self, who: str, gradients: bool) -> LoopError:
         """The error of a step without a recorded call that a backward pass has reached."""
-        model = type(self.model).__name__
-        if not self.watch.any_gradient():
-            if self.forwards and self.detached:
-                return LoopError(
-                    f"{who}.step() needs gradients, but the {type(self.objective.module).__name__} was "
-                    f"called with a tensor that is detached from the outputs of the model ({model}), so "
-                    "that backward() did not reach it. Call the loss with what the model returns: "
-                    ".detach(), .data and .numpy() cut it off."
-                )
-            if self.forwards:
-                return LoopError(
-                    f"{who}.step() needs gradients, but no backward pass has come to the outputs of the "
-                    f"model ({model}) since it was called. Call loss.backward() before step()."
-                )
-            without = self.forwards_without_gradients
-            seen = f"; it was called {without} times without gradients" if without else ""
+        model, since = type(self.model).__name__, self.since
+        if gradients:
             return LoopError(
-                f"{who}.step() needs a forward and a backward pass since the last step, but the model "
-                f"({model}) has not been called{seen}. Call the model that {who} was given (a copy if the "
-                "optimizer was copied or unpickled: optimizer.model), outside of torch.no_grad() and "
-                "torch.inference_mode(), then loss.backward(), then step()."
+                f"{who}.step() found gradients, but has not seen the call of the model ({model}) that they "
+                f"are of since the last step. Call the model that {who} was given itself (if it is "
+                f"compiled, give {who} the compiled one), and step() once after each backward(); for parts "
+                "of a model, use a closure: step(closure)."
+            )
+        if since.detached:
+            return LoopError(
+                f"{who}.step() needs gradients, but the {type(self.objective.module).__name__} was "
+                f"called with a tensor that is detached from the outputs of the model ({model}), so "
+                "that backward() did not reach it. Call the loss with what the model returns: "
+                ".detach(), .data and .numpy() cut it off."
             )
         return LoopError(
-            f"{who}.step() found gradients, but has not seen the call of the model ({model}) that they are "
-            f"of since the last step. Call the model that {who} was given itself (if it is compiled, give "
-            f"{who} the compiled one), and step() once after each backward(); for parts of a model, use a "
-            "closure: step(closure)."
+            f"{who}.step() needs a forward and a backward pass since the last step, but no backward pass "
+            f"has come to the outputs of the model ({model}). It was called {since.forwards} times, and "
+            f"{since.forwards_without_gradients} times without gradients. Call the model that {who} was "
+            "given (a copy if the optimizer was copied or unpickled: optimizer.model), outside of "
+            "torch.no_grad() and torch.inference_mode(), and loss.backward() before step()."
         )
 
     def _missing_loss(self, batch: Batch, ended_by_closure: bool) -> LoopError:
@@ -207,7 +177,7 @@ class Recorder:
         given = type(self.objective.module).__name__
         if not batch.assumed:
             found = "kronfac.observe declares the curvature of a loss, but not its value"
-        elif self.unread:
+        elif self.since.unread:
             found = (
                 "it was called with something that KFAC cannot trace back to the model's outputs"
             )
@@ -237,16 +207,13 @@ class Recorder:
     ) -> None:
         running, recording = self._running.calls, None
         if self._records() and not running:
-            self.watch.give_up()
             if torch.is_grad_enabled():
-                looks_inside = self._looks_inside and not is_compiled(module)
-                recording = self._recording(mode=looks_inside)
-                recording.mixed = self._mixes_inside and not looks_inside
-                self._recognize((args, kwargs), recording)
-                recording.before_model("", module, args, kwargs)
-                recording.enter()
+                recording = self._recording((args, kwargs))
+                recording.before_model(module, args, kwargs)
+                if not is_compiled(module):
+                    recording.enter()
             else:
-                self.forwards_without_gradients += 1
+                self.since.forwards_without_gradients += 1
         running.append(recording)
 
     def _after_model(
@@ -255,44 +222,39 @@ class Recorder:
         recording = self._leave()
         if recording is None:
             return
-        self._mixes_inside = recording.mixed and not mixed(device_of(self.model))
-        recording.after_model("", module, args, kwargs, outputs)
-        call = recording.steps[-1] if recording.steps else None
-        if not isinstance(call, ModelCall):
+        recording.after_model(module, args, kwargs, outputs)
+        record = recording.record
+        if not any(isinstance(step, ModelCall) for step in record.own):
             return
-        self.forwards += 1
-        record = recording.record(next(self._indices))
-        for seen in recording.losses:
-            seen.record, seen.inside = record, True
-        for tensor, index in zip(tensors_of(outputs), call.outputs, strict=True):
-            self._attach(tensor, index, record)
+        self.since.forwards += 1
+        record.read = bool(recording.losses)
+        for tensor in tensors_of(outputs):
+            if tensor.grad_fn is not None and not record.read:
+                tensor.register_hook(lambda gradient: self._arrive(record, gradient))
 
     def _before_loss(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         running, recording = self._running.calls, None
         if self._records() and not running and torch.is_grad_enabled():
-            recording = self._recording()
-            self._recognize((args, kwargs), recording)
-            if recording.sources:
-                recording.mixed = any(record.mixed for record in recording.sources)
+            recording = self._recording((args, kwargs))
+            sources = recording.record.sources
+            if sources:
+                recording.record.mixed = any(record.mixed for record in sources)
                 recording.enter()
             else:
                 recording = None
-                self.detached += all(t.grad_fn is None for t in tensors_of((args, kwargs)))
+                given = tensors_of((args, kwargs))
+                self.since.detached += all(t.grad_fn is None for t in given)
         running.append(recording)
 
     def _after_loss(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
     ) -> None:
         recording = self._leave()
-        if recording is None or not recording.losses:
-            return
-        record = recording.record(next(self._indices))
-        for seen in recording.losses:
-            seen.record = record
-        for source in recording.sources:
-            source.read = True
+        if recording is not None and recording.losses:
+            for source in recording.record.sources:
+                source.read = True
 
     def on_observe(self, z: Tensor, likelihood: Likelihood, **options: Any) -> None:
         """A declaration by `kronfac.observe`, outside of the model."""
@@ -301,10 +263,15 @@ class Recorder:
             observe(z, likelihood, **options)
         self._after_loss(self.model, (z,), {}, z)
 
-    def _recording(self, mode: bool = True) -> Recording:
-        return Recording(
-            self.model, self.objective, self._buffers, self._indices, self._arrive, mode
+    def _recording(self, given: Any) -> Recording:
+        """The record of a call, which knows what of its arguments the model has computed."""
+        recording = Recording(
+            self.model, self.objective, self._buffers, self._arrive, self._indices, self._key
         )
+        for tensor in tensors_of(given):
+            if tensor.grad_fn is not None and recording.tape.index(tensor, read=True) is None:
+                self.since.unread += 1
+        return recording
 
     def _leave(self) -> Recording | None:
         """The record of the call that ends, if there is one."""
@@ -314,133 +281,51 @@ class Recorder:
             recording.leave()
         return recording
 
-    def _recognize(self, values: Any, recording: Recording) -> None:
-        """Let a recording know the tensors among values that were computed from the model's outputs."""
-        for tensor in tensors_of(values):
-            if tensor.grad_fn is not None:
-                found = trace_back(tensor, self._known, self._indices)
-                if found is None:
-                    self.unread += 1
-                else:
-                    source = found.start.record
-                    recording.recognize(tensor, found.index, source, found.operations)
-
-    def _known(self, node: Any, number: int) -> Known | None:
-        known: dict[tuple[int, int], Known] | None = node.metadata.get("kronfac")
-        return None if known is None else known.get((self._key, number))
-
-    def _attach(self, tensor: Tensor, index: int, record: Record) -> None:
-        """Keep the record of an output of the model with the output's node of the graph."""
-        if tensor.grad_fn is None:
-            return
-        node: Any = tensor.grad_fn
-        known = node.metadata.setdefault("kronfac", {})
-        known[self._key, tensor.output_nr] = Known(index, record)
-        if not record.read:
-            tensor.register_hook(lambda gradient: self._arrive(record, gradient, index))
-
     # ----------------------------------------------------------------------------------- backward pass
 
-    def _arrive(self, at: SeenLoss | Record, gradient: Tensor, index: int = 0) -> None:
+    def _arrive(self, at: SeenLoss | Record, gradient: Tensor) -> None:
         """Note that a backward pass has reached a loss, or an output whose loss was not recorded."""
-        if self._paused or (isinstance(at, Record) and at.read):
+        if self._paused or (isinstance(at, Record) and at.read) or not self._writes_gradients():
             return
-        if self.watch.begin():
-            self.forget()  # the gradients of earlier ones have been dropped
-        self._arriving.append((at, index, gradient.detach()))
+        since, grads = self.since, [p.grad for p in self._parameters]
+        if (number := torch._C._current_graph_task_id()) != since.backward:
+            if all(grad is None for grad in grads):
+                self.forget()  # the gradients of earlier ones have been dropped
+            if since.backward is None:
+                old = {id(p): version for ref, version in self._stepped if (p := ref()) is not None}
+                since.added_to_old = any(
+                    g is not None and old.get(id(g)) == g._version for g in grads
+                )
+            since.backward = number
+        if isinstance(at, Record):
+            since.outputs[at] = None
+        else:
+            before = since.losses.get(at)
+            since.losses[at] = gradient.detach() if before is None else before + gradient.detach()
 
-    def _end_backward(self, written: bool) -> None:
-        arriving, self._arriving = self._arriving, []
-        if not written:
-            return
-        for at, index, gradient in arriving:
-            if isinstance(at, Record):
-                self._outputs.setdefault(at, {})[index] = gradient
-                continue
-            at.arrive(gradient)
-            if not any(other is at for other in self._losses):
-                self._losses.append(at)
-
-
-# ------------------------------------------------------------------------------------- backward passes
-
-
-class BackwardWatch:
-    """Versions of gradients at the end of the last backward pass, and at the last step."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], ended: Callable[[bool], None]) -> None:
-        self._parameters = parameters
-        self._ended = ended
-        """Called at the end, with whether gradients were written: `autograd.grad` writes none."""
-        self._before: list[tuple[Tensor | None, int]] | None = None
-        self._left: Any = WeakTensorKeyDictionary()
-        self._stepped: Any = WeakTensorKeyDictionary()
-        self.passes = 0
-        """Backward passes since the last step."""
-        self.added_to_old = False
-        """Whether the first of them has added to the gradients of the last step."""
-
-    def begin(self) -> bool:
-        """Whether a new backward pass has begun, and there were no gradients before it."""
-        if self._before is not None:
+    def _writes_gradients(self) -> bool:
+        """Whether the running backward pass writes gradients: that of `autograd.grad` does not."""
+        try:
+            return any(
+                torch._C._will_engine_execute_node(get_gradient_edge(p).node)
+                for p in self._parameters
+                if p.requires_grad
+            )
+        except RuntimeError:  # of `autograd.grad` for a parameter
             return False
-        self._before = self._gradients()
-        # After the callbacks of this pass: DistributedDataParallel writes gradients in its own.
-        queue = Variable._execution_engine.queue_callback
-        queue(lambda: queue(self._end))
-        return all(gradient is None for gradient, _ in self._before)
-
-    def give_up(self) -> None:
-        """Forget a backward pass that has failed."""
-        self._before = None
-
-    def _end(self) -> None:
-        before, self._before = self._before, None
-        if before is None:
-            return
-        now = self._gradients()
-        written = any(
-            g is not old or v != version for (g, v), (old, version) in zip(now, before, strict=True)
-        )
-        if written:
-            old = (self._stepped.get(g) == version for g, version in before if g is not None)
-            self.added_to_old = self.added_to_old or (not self.passes and any(old))
-            self.passes += 1
-            self._left = _versions(now)
-        self._ended(written)
-
-    def step(self) -> None:
-        """Note the gradients that a step has used."""
-        self._stepped = _versions(self._gradients())
-        self.passes, self.added_to_old = 0, False
-
-    def dropped(self) -> bool:
-        """Whether the gradients of backward passes since the last step were dropped, or zeroed in place."""
-        if not self.passes:
-            return False
-        now = self._gradients()
-        if all(g is None for g, _ in now):
-            return True
-        touched = any(g is not None and self._left.get(g, v) != v for g, v in now)
-        return touched and not any(g is not None and bool(g.any()) for g, _ in now)
-
-    def any_gradient(self) -> bool:
-        """Whether any parameter has a gradient."""
-        return any(p.grad is not None for p in self._parameters)
-
-    def only_zeros(self) -> bool:
-        """Whether there are gradients, and all of them are zero."""
-        grads = [p.grad for p in self._parameters if p.grad is not None]
-        return bool(grads) and not any(bool(grad.any()) for grad in grads)
-
-    def _gradients(self) -> list[tuple[Tensor | None, int]]:
-        grads = [p.grad for p in self._parameters]
-        return [(None, 0) if g is None else (g, g._version) for g in grads]
 
 
-def _versions(gradients: Sequence[tuple[Tensor | None, int]]) -> Any:
-    versions = WeakTensorKeyDictionary()
-    for gradient, version in gradients:
-        if gradient is not None:
-            versions[gradient] = version
-    return versions
+def zeroed(who: str) -> str:
+    """The message for gradients that were dropped before the step."""
+    return (
+        f"{who}.step() needs the gradients that loss.backward() has left, but they were dropped or set to "
+        "zero since: zero_grad() is called between backward() and step(). Call it before backward(), or "
+        "after step()."
+    )
+
+
+class _Running(threading.local):
+    """Calls of the model and the loss that this thread is in; None for those that are not recorded."""
+
+    def __init__(self) -> None:
+        self.calls: list[Recording | None] = []

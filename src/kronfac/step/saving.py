@@ -22,7 +22,7 @@ from kronfac.curvature import Curvature
 from kronfac.distributed import World
 from kronfac.errors import StateError
 from kronfac.groups import Groups, PerParameter, check_group, parameters_in
-from kronfac.model import LearnedState, Matrices, Network, Unit, check_moments
+from kronfac.model import Learned, Matrices, Network, Unit
 from kronfac.settings import Settings
 from kronfac.step.inverses import Inverter
 from kronfac.step.state import State, initial_gamma, initial_state
@@ -45,7 +45,7 @@ class SavedState(State):
     version: int
     units: tuple[str, ...]
     inverse_settings: str
-    learned: LearnedState
+    learned: Learned
     """What passes have shown of the network."""
 
     def check(self, units: Sequence[Layout]) -> None:
@@ -119,7 +119,7 @@ def load(state_dict: Any, groups: Groups, network: Network, settings: Settings) 
     state, network = unpack_state(packed, network, settings, eta)
     _check_shown(state_dict["state"], packed["step"]["momentum"], groups, network)
     # The state was brought to where the parameters are.
-    network = replace(network, learned=replace(network.learned, placement=None))
+    network = replace(network, placed=None)
     return Loaded(state, network, options)
 
 
@@ -217,11 +217,9 @@ def unpack_state(
         classes=map(type, rules),
     )
     saved.check(layouts)
-    check_moments(saved.curvature, [units[n].undiscovered for n in order])
     _check_links(saved.curvature, settings)
     state = _continued(saved, fresh, settings, weight_decay)
     network = network.continued(order, state.curvature, saved.learned)
-    check_moments(state.curvature, network.units)
     return state, network
 
 

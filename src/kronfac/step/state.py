@@ -68,8 +68,6 @@ class CheckState:
 
     compared: bool = False
     """Whether there was one."""
-    follows_returned: bool = False
-    """Whether the loss is scaled as the returned one is, by a GradScaler in the closure."""
     scale: float = 1.0
     """The factor of the gradients of all steps."""
     scales: tuple[float | None, float | None] = (None, None)

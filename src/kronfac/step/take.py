@@ -150,7 +150,7 @@ class _Attempt:
         evaluation = self._join_ranks(own)
         if evaluation is None:
             return None
-        if optimizer._recorder.watch.added_to_old:
+        if optimizer._recorder.since.added_to_old:
             self._warn_once({"zero_grad": NOT_ZEROED_WARNING})
             return evaluation
         return self._checked(evaluation, scaling.unscaled)
@@ -189,7 +189,7 @@ class _Attempt:
         with self.watch("reduction_ratio"), evaluation.network.buffers.preserved():
             last = validate(self.settings, evaluation, self.state)
         self.state = last.state
-        if last.event is not None and self.optimizer._recorder.watch.added_to_old:
+        if last.event is not None and self.optimizer._recorder.since.added_to_old:
             last = replace(last, event=replace(last.event, advice=REJECTED_BY["gradients"]))
         return last
 
@@ -229,8 +229,8 @@ class _Attempt:
                 self._become(self._report(evaluation, last, causes))
                 return
             network, report = evaluation.network, outcome.report
+            network = replace(network, placed=network.placement)
             network.learned.compared = True
-            network.learned.placement = network.placement
             if self._per_parameter("lr"):  # or nothing moves, not even a zero's sign
                 network.move(outcome.delta)
             self.optimizer.network, self.state = network, outcome.state
