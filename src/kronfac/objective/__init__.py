@@ -1,4 +1,4 @@
-"""What the loss says: predictive distributions R_{y|z} over terms, with weights and a scale [MG15 §2.1]."""
+"""The loss: predictive distributions R_{y|z} over terms, with weights and a scale [MG15 §2.1]."""
 
 from kronfac.objective.gauss_newton import GaussNewton as GaussNewton
 from kronfac.objective.likelihoods import Bernoulli as Bernoulli
