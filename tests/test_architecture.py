@@ -11,7 +11,8 @@ BUDGETS = {
     "library lines": (24_000, 18_000),
     "files in the package root": (14, 13),
     "import layers": (16, 10),
-    "public names": (30, 30),
+    # 30, and `WhitenedMomentum`, which "2 of 4" adds.
+    "public names": (31, 31),
     "constructor arguments": (17, 12),
     "modules that a step enters": (67, 25),
     "test lines": (43_000, 28_000),

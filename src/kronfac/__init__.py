@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from kronfac.planning import plan
     from kronfac.preconditioner import Preconditioner
     from kronfac.training import AdaptiveBatchSampler
-    from kronfac.whitened_momentum import WhitenedMomentum as WhitenedMomentum
+    from kronfac.whitened_momentum import WhitenedMomentum
 
 __version__ = "0.1.0"
 
@@ -77,6 +77,7 @@ __all__ = [
     "QuadraticModel",
     "RawStep",
     "StepReport",
+    "WhitenedMomentum",
     "least_squares",
     "log_to",
     "observe",

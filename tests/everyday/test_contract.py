@@ -176,6 +176,34 @@ def test_a_factor_that_is_not_finite_leaves_the_last_good_one():
     assert "0.weight" not in optimizer.report.failures
 
 
+def test_a_factor_that_was_never_good_is_none_at_all():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = WhitenedMomentum(model, method="polar", inputs=InputFactors(interval=1))
+    before = model[0].weight.detach().clone()
+    for _ in range(2):
+        model(torch.zeros(8, 4)).sum().backward()
+        model[0].weight.grad.normal_()
+        optimizer.step()
+    assert "not positive definite" in optimizer.report.failures["0.weight"]
+    assert "inverse" not in optimizer.state[model[0].weight]
+    assert model[0].weight.isfinite().all()
+    assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("method", ["auto", "polar", "whitened"])
+def test_an_ordinary_step_does_not_wait_for_the_device(method):
+    model = Network().to("meta")  # where no number can be read
+    optimizer = WhitenedMomentum(model, method=method, steps=10, inputs=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            for p in model.parameters():
+                p.grad = torch.empty_like(p)
+            optimizer.step()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        print(optimizer.report.skipped)
+
+
 def test_a_loss_in_float16_with_a_scaler_and_autocast():
     model = Network()
     optimizer = WhitenedMomentum(model, inputs=FREQUENT)

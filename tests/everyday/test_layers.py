@@ -23,8 +23,9 @@ def steps(model: nn.Module, x: Tensor, count: int = 4, **settings: object) -> Wh
         optimizer.zero_grad()
         z = model(x)
         z = z[0] if isinstance(z, tuple) else z
-        (z.square().mean() + (z * torch.linspace(-1, 1, z.numel(), dtype=z.dtype).sin().view_as(z)).sum()
-         * (k + 1)).backward()  # fmt: skip
+        weights = torch.linspace(-1, 1, z.numel(), dtype=z.dtype).sin().view_as(z)
+        # Small: rounding in gradients that are zero, as of a key's bias, is to be small beside Adam's ε.
+        (1e-3 * (k + 1) * (z.square().mean() + (z * weights).sum())).backward()
         optimizer.step()
     return optimizer
 
@@ -249,7 +250,7 @@ def test_hugging_face_and_lora_have_methods_of_their_own():
     optimizer.step()
     state = optimizer.state[model.frozen.weight]
     assert "frozen.weight" in optimizer.report.methods["polar"]
-    assert state["layout"] == (1, 1, 1)
+    assert state["treatment"][2:] == (1, 1, 1)
     alone = conv1d(24, 8)
     split = nn.Sequential(alone, nn.GLU(), nn.Linear(12, 2))
-    assert steps(split, torch.randn(50, 8)).state[alone.weight]["layout"] == (1, 1, 1)
+    assert steps(split, torch.randn(50, 8)).state[alone.weight]["treatment"][2:] == (1, 1, 1)

@@ -98,7 +98,7 @@ def test_hugging_face(tmp_path):
         "transformer.h.0.attn.c_attn.weight", "transformer.h.0.attn.c_proj.weight",
         "transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_proj.weight",
     ]  # fmt: skip
-    assert optimizer.state[model.transformer.h[0].attn.c_attn.weight]["layout"] == (1, 1, 3)
+    assert optimizer.state[model.transformer.h[0].attn.c_attn.weight]["treatment"][2:] == (1, 1, 3)
 
 
 def test_accelerate():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from kronfac import WhitenedMomentum
 from kronfac_experiments.race import command, pages
 from kronfac_experiments.race.contestants import (
     CONTESTANTS,
@@ -48,9 +49,19 @@ def training(contestant=ADAMW, problem=WINE, seed=0, clock=lambda: 0.0, **change
 
 
 def test_everyone_that_is_tuned_has_as_many_points_and_kfac_none_to_choose():
-    assert {len(c.points(WINE, (0.01,))) for c in TABLE if c.grid} == {4}
+    assert {len(c.points(WINE, (0.01,))) for c in TABLE if c.grid and not c.runs_of} == {4}
     assert {len(c.points(WINE, (0.01, 0.1))) for c in TABLE if c.decays} == {8}
     assert not any(c.grid for c in TABLE if c.curvature)
+
+
+def test_untuned_is_a_row_of_its_own_with_the_runs_of_the_tuned_ones_default():
+    untuned, tuned = CONTESTANTS["ours-untuned"], CONTESTANTS["ours"]
+    problem = PROBLEMS["gpt"]
+    (point,) = untuned.points(problem, (0.3,))
+    assert point in tuned.points(problem, (0.1,))
+    assert untuned.recorded_as == tuned.recorded_as == "ours"
+    defaults = untuned.build(problem.make_model(0), problem.loss(), problem, point).defaults
+    assert defaults == WhitenedMomentum(problem.make_model(0)).defaults
 
 
 def test_sgds_rates_are_for_a_loss_of_the_usual_size():

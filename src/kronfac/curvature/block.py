@@ -8,30 +8,28 @@ Taps are the inputs and gradients of a unit in one backward pass, see `taps.py`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from dataclasses import astuple, dataclass, fields
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from kronfac.curvature.taps import OneHot, Rows, Taps
+from kronfac.curvature.tikhonov import Tikhonov
 from kronfac.errors import StateError, UnsupportedModelError
 from kronfac.linalg import shifted_inverses
 from kronfac.linalg.spd import add_gram
 from kronfac.storage import Layout, Storable
 
-if TYPE_CHECKING:
-    from kronfac.curvature.tikhonov import Tikhonov
-
 Part = tuple[Tensor, bool]
-"""A sum over examples, and whether it is a symmetric matrix, of which one half is enough."""
+"""A sum over examples, and whether it is a symmetric matrix (ranks then send one half of it)."""
 
 
 @runtime_checkable
 class Operator(Protocol):
     """A damped inverse of one unit's curvature: symmetric, positive definite, ready to multiply.
 
-    A frozen dataclass of tensors and numbers that is a `Storable`, so that a stale one can be saved.
+    A frozen dataclass of tensors and numbers that is a `Storable`: a run is saved with its inverse.
     """
 
     def mv(self, V: Tensor) -> Tensor:
@@ -53,11 +51,7 @@ class InverseCost:
     """Multiplications of a product with V."""
 
     def __add__(self, other: "InverseCost") -> "InverseCost":
-        return InverseCost(
-            self.numbers + other.numbers,
-            self.inversion + other.inversion,
-            self.product + other.product,
-        )
+        return InverseCost(*(x + y for x, y in zip(astuple(self), astuple(other), strict=True)))
 
 
 def eigh_cost(n: int) -> float:
@@ -69,10 +63,10 @@ class Moments(Storable, ABC):
     """The statistics of a unit's curvature: a frozen dataclass of tensors."""
 
     symmetric: ClassVar[tuple[str, ...]] = ()
-    """Names of the fields that are symmetric matrices (…, n, n), or diagonals (n,) in their place."""
+    """Names of the fields that hold symmetric matrices (…, n, n), or only their diagonals (n,)."""
 
     @abstractmethod
-    def damped(self, gamma: float, tikhonov: "Tikhonov") -> Operator:
+    def damped(self, gamma: float, tikhonov: Tikhonov) -> Operator:
         """The inverse with damping strength γ [MG15 §6.3].
 
         Raises:
@@ -86,8 +80,8 @@ class Moments(Storable, ABC):
     def factor_traces(self) -> Tensor | None:
         """tr(A) tr(G) of a Kronecker product A ⊗ G, float64; None for other blocks.
 
-        `Curvature.sampling_error` is computed from it. Several products over the same parameters give their
-        sum, products over parts of them their mean.
+        `Curvature.sampling_error` needs it. A sum of several products gives the sum, one product per group
+        of parameters the mean.
         """
         return None
 
@@ -121,8 +115,7 @@ class Moments(Storable, ABC):
     def probe(self) -> list[Tensor]:
         """A few scalars that are finite only if the moments are.
 
-        Of a positive semi-definite matrix the trace: if it is finite, so is the diagonal, which bounds the
-        rest.
+        For a positive semi-definite matrix the trace is enough: the diagonal bounds all other elements.
         """
         return [
             (M.diagonal(dim1=-2, dim2=-1) if symmetric and M.dim() > 1 else M).sum()
@@ -151,14 +144,14 @@ class FactoredMoments(Moments):
     """Moments whose inverse consists of the inverses of a few symmetric matrices, each with a shift."""
 
     @abstractmethod
-    def shifted(self, gamma: float, tikhonov: "Tikhonov") -> list[tuple[Tensor, Tensor, str]]:
+    def shifted(self, gamma: float, tikhonov: Tikhonov) -> list[tuple[Tensor, Tensor, str]]:
         """The matrices (or their diagonals), what damping adds to their diagonals, and their names."""
 
     @abstractmethod
     def assembled(self, inverses: Sequence[Tensor]) -> Operator:
         """The inverse of the curvature from the inverses of these matrices."""
 
-    def damped(self, gamma: float, tikhonov: "Tikhonov") -> Operator:
+    def damped(self, gamma: float, tikhonov: Tikhonov) -> Operator:
         inverses = []
         for M in shifted_inverses(*zip(*self.shifted(gamma, tikhonov), strict=True)):
             if isinstance(M, Exception):
@@ -171,9 +164,9 @@ class FactoredMoments(Moments):
 
 
 class Product:
-    """ε · old + (1 − ε) · (sum or mean of x yᵀ), without a pass over memory of its own.
+    """ε · old + (1 − ε) · (sum or mean of x yᵀ), with ε and the weights folded into the products.
 
-    On a CPU the passes over memory that this saves cost as much as the products themselves.
+    On a CPU separate passes over memory would cost as much as the products themselves.
 
     Args:
         old: the average so far, which is only read.
@@ -226,7 +219,7 @@ class Product:
     def add_to_mean(
         self, xs: Sequence[Rows], ys: Sequence[Rows] | None = None, each: float = 1.0
     ) -> None:
-        """Add x yᵀ for further vectors to the mean, of which each counts `each`; y = x if left out."""
+        """Add x yᵀ to the mean for more vectors, each with the weight `each`; y = x by default."""
         more = each * sum(x.shape[-2] for x in xs)
         if not more and self._sum is not None:
             return
@@ -240,7 +233,10 @@ class Product:
             self.add(x, y, each / self.count if more else 0.0)
 
     def summand(self, total: float) -> Part:
-        """What is summed over the ranks: all but the old value; a mean by its share of `total` vectors."""
+        """The part to be summed over the ranks, without the old value.
+
+        A mean is multiplied by this rank's share of the `total` number of vectors.
+        """
         if self._sum is None:
             assert self._default is not None
             self._sum = torch.zeros_like(self._default)
@@ -275,15 +271,12 @@ class Summands:
         return [product.count for product in self.products]
 
     def parts(self, totals: Sequence[float]) -> list[Part]:
-        """The sums and means so far, without old values; means by their share of all ranks' vectors.
-
-        All ranks have the same shapes, once something was added.
-        """
+        """The tensors to be summed over the ranks: see `Product.summand`."""
         return [product.summand(n) for product, n in zip(self.products, totals, strict=True)]
 
 
 class Average(Summands, ABC):
-    """A moving average in the making: decay · old + (1 − decay) · (sums and means over the taps)."""
+    """Collects the taps of one step into decay · old + (1 − decay) · (sums and means over the taps)."""
 
     @abstractmethod
     def add(self, taps: Taps, each: float, weight: float) -> None:
@@ -291,8 +284,8 @@ class Average(Summands, ABC):
 
         Args:
             taps: of this unit.
-            each: the weight of every vector ā in means; 0 if it has been counted, because several backward
-                passes share one forward pass.
+            each: the weight of every vector ā in means; 0 in further backward passes of the same forward
+                pass, which counted them already.
             weight: the factor of Σ g gᵀ.
         """
 
@@ -309,18 +302,15 @@ class Block(ABC):
 
     @abstractmethod
     def observe(self, taps: Taps, weight: float) -> Moments:
-        """The moments of one backward pass; moments of several passes are added, field by field."""
+        """The moments of one backward pass. Those of several passes are added, field by field."""
 
     def describe(self, rows: int, columns: int) -> str:
         """A word or two for `kronfac.plan`."""
         return f"{type(self).__name__.removesuffix('Block')} ({rows}, {columns})"
 
     def average(self, old: Moments | None, decay: float) -> Average:
-        """The moving average that begins with `old`, which is only read."""
+        """A new moving average that starts from `old`, which is only read."""
         return SumAverage(self, old, decay)
-
-
-S = TypeVar("S", bound=Storable)
 
 
 class SumAverage(Average):
@@ -347,8 +337,11 @@ class SumAverage(Average):
         return parts_of(self._sum)
 
 
+S = TypeVar("S", bound=Storable)
+
+
 def _combine(a: S, x: float, b: S, y: float) -> S:
-    """x a + y b, tensor by tensor; anything else, such as sizes and absent tensors, is taken from b."""
+    """x a + y b, tensor by tensor; fields that are no tensors, such as sizes, come from b."""
     values: dict[str, Any] = {}
     for f in fields(b):  # type: ignore[arg-type]
         left, right = getattr(a, f.name), getattr(b, f.name)

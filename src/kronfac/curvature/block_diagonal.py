@@ -1,4 +1,4 @@
-"""F̆⁻¹ = diag(A₀⁻¹ ⊗ G₁⁻¹, A₁⁻¹ ⊗ G₂⁻¹, …) [MG15 §4.2], and other blocks by themselves."""
+"""F̆⁻¹ = diag(A₀⁻¹ ⊗ G₁⁻¹, A₁⁻¹ ⊗ G₂⁻¹, …) [MG15 §4.2]: every block is inverted by itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ class BlockDiagonalInverse(ApproximateInverse):
 
 
 def cost_in_eigenbasis(moments: Moments) -> InverseCost:
-    """The cost of an inverse in the eigenbasis of A ⊗ G; other blocks have their own inverses."""
+    """The cost of an inverse in the eigenbasis of A ⊗ G; for other blocks that of their own inverse."""
     if not isinstance(moments, KroneckerMoments):
         return moments.inverse_cost()
     sides = [len(M) for M in (moments.A, moments.G)]
@@ -68,7 +68,7 @@ def cost_in_eigenbasis(moments: Moments) -> InverseCost:
 
 
 class PreparedBlocks:
-    """Blocks that are inverted one by one; Kronecker-factored ones on demand in their eigenbases."""
+    """Blocks that are inverted independently, Kronecker-factored ones optionally in their eigenbases."""
 
     def __init__(
         self, blocks: Sequence[Moments], tikhonov: Tikhonov, in_eigenbases: bool = False
@@ -84,7 +84,7 @@ class PreparedBlocks:
             self._bases = {i: _basis(next(found), next(found)) for i in factored}
 
     def damped(self, gamma: float) -> DampedInverse:
-        """All blocks; in place of one that has no inverse, the reason."""
+        """The inverses of all blocks; `Failed` for a block that has none."""
         together = self._together(gamma)
         return DampedInverse(
             tuple(
@@ -94,14 +94,14 @@ class PreparedBlocks:
         )
 
     def _together(self, gamma: float) -> dict[int, Piece]:
-        """Blocks that are inverted by their matrices, all at once: in parallel, equal shapes in one call.
+        """Invert the matrices of all blocks at once, by block: in parallel, and equal shapes in one call.
 
-        Networks have dozens of normalisation layers, whose dense blocks are small.
+        This matters for networks with dozens of normalisation layers, whose dense blocks are small.
         """
         work = {
             i: block.shifted(gamma, self._tikhonov)
             for i, block in enumerate(self._blocks)
-            # A class that only extends these may invert in its own way.
+            # Not subclasses, which may have a `damped` of their own.
             if i not in self._bases and type(block) in (KroneckerMoments, DenseMoments)
             if isinstance(block, FactoredMoments)
         }
@@ -142,7 +142,7 @@ def _try_eigen(M: Tensor, name: str) -> Eigen | Failure:
     try:
         return eigen(M, name)
     except NonFiniteError as failure:
-        return failure.with_traceback(None)  # which holds what it was computed from
+        return failure.with_traceback(None)  # the traceback would keep all tensors alive
 
 
 def _basis(A: Eigen | Failure, G: Eigen | Failure) -> Eigenbasis | Failure:

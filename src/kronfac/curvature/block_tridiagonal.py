@@ -1,16 +1,16 @@
 """F̂⁻¹ = Ξᵀ Λ Ξ, the inverse that is block-tridiagonal [MG15 §4.3].
 
-F̂ agrees with F̃ on its tridiagonal blocks and has a block-tridiagonal inverse: the gradients of the
-layers are taken for a Gaussian chain in which layer i depends on layer i + 1,
+F̂ agrees with F̃ on its tridiagonal blocks and has a block-tridiagonal inverse. It models the gradients of
+the layers as a Gaussian chain in which layer i depends on layer i + 1,
 
     vec(DWᵢ) ~ N(Ψᵢ vec(DWᵢ₊₁), Σᵢ),   Ψᵢ = Ψᴬᵢ ⊗ Ψᴳᵢ,   Ψᴬᵢ = A_nextᵢ Aᵢ₊₁⁻¹,   Ψᴳᵢ = G_nextᵢ Gᵢ₊₁⁻¹,
     Σᵢ = Aᵢ ⊗ Gᵢ − Ψᴬᵢ Aᵢ₊₁ Ψᴬᵢᵀ ⊗ Ψᴳᵢ Gᵢ₊₁ Ψᴳᵢᵀ,
 
-with A and G damped, A_next and G_next as they are. Λ = diag(Σ₁⁻¹, …, Σ_ℓ⁻¹), the last Σ being
+with damped A and G, and with A_next and G_next as estimated. Λ = diag(Σ₁⁻¹, …, Σ_ℓ⁻¹), the last Σ being
 A_ℓ ⊗ G_ℓ, and Ξ has the identity on its diagonal and −Ψᵢ above it.
 
-With Aᵢ₊₁ = L Lᵀ the subtracted term is R Rᵀ for R = A_nextᵢ L⁻ᵀ, and Ψᴬᵢ = R L⁻¹: the root that
-`linalg.kronecker_difference` wants comes for free.
+With Aᵢ₊₁ = L Lᵀ the subtracted term is R Rᵀ for R = A_nextᵢ L⁻ᵀ, and Ψᴬᵢ = R L⁻¹. So computing Ψ also
+gives the root R that `linalg.kronecker_difference` needs.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ SigmaInverse = KroneckerDifferenceInverse | KroneckerProduct
 
 @dataclass(frozen=True)
 class BlockTridiagonalInverse(ApproximateInverse):
-    """The Fisher with neighbouring layers correlated; for a chain of layers, other units by themselves.
+    """The Fisher with correlations between neighbouring layers of a chain; other units by themselves.
 
     Args:
         tikhonov: how the damping enters. The exact form has no efficient inverse here [MG15 §6.3].
@@ -71,7 +71,7 @@ class BlockTridiagonalInverse(ApproximateInverse):
         return BlockDiagonalInverse(self.tikhonov)
 
     def cost_between(self, this: tuple[int, int], following: tuple[int, int]) -> InverseCost:
-        """Ψ and the second term of Σ⁻¹, with ranks as large as they may be."""
+        """The cost of Ψ and the second term of Σ⁻¹, at the largest possible ranks."""
         (r, c), (r_next, c_next) = this, following
         Psi = c * c_next + r * r_next
         regression = float(c * c_next**2 + r * r_next**2)
@@ -119,13 +119,12 @@ class DampedChain(ChainOperator):
     def of_unit(self, number: int) -> SigmaInverse:
         """Σᵢ⁻¹: the part of Ξᵀ Λ Ξ for a unit by itself, without its Ψ.
 
-        Positive definite as it is. It is no smaller than the inverse of the unit's own curvature, because
-        Σᵢ ≼ Aᵢ ⊗ Gᵢ, and nearer to it than (Ξᵀ Λ Ξ)ᵢᵢ, which counts on the neighbours' part of the step.
+        It is positive definite, and no smaller than the inverse of the unit's own curvature, because
+        Σᵢ ≼ Aᵢ ⊗ Gᵢ. It is closer to that than (Ξᵀ Λ Ξ)ᵢᵢ, which relies on the neighbours' steps.
         """
         return self.Sigma_inv[number]
 
     def mv_chain(self, vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The product with the vectors of these units: new tensors."""
         V = self.Xi(vectors)
         return self.Xi_transposed([block.mv(v) for block, v in zip(self.Sigma_inv, V, strict=True)])
 
@@ -150,7 +149,7 @@ def _triple(left: Tensor, V: Tensor, right: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PreparedChains:
-    """Chains of units, each inverted as a whole where possible."""
+    """Chains of units, each inverted as a whole if possible."""
 
     curvature: Curvature
     tikhonov: FactoredTikhonov
@@ -160,14 +159,14 @@ class PreparedChains:
         return DampedInverse(tuple(p for run in runs for p in self._linked(*run, gamma)))
 
     def _linked(self, start: int, stop: int, gamma: float) -> Sequence[Piece]:
-        """The units of one chain: as a whole, or divided at those that have no inverse."""
+        """The inverse of one chain: whole, or divided at the units that have no inverse."""
         blocks = self.curvature.blocks[start:stop]
         if len(blocks) > 1:
             with suppress(NonFiniteError, NotPositiveDefiniteError):
                 return [self._chain(blocks, self.curvature.links[start : stop - 1], gamma)]
-        # One unit, or a chain without an inverse: each unit by itself shows which of them has none.
+        # A chain without an inverse: invert each unit by itself, to see which of them has none.
         alone = PreparedBlocks(blocks, self.tikhonov).damped(gamma)
-        if len(blocks) == 1 or not alone.failures:  # if it is none of them, it is a link
+        if len(blocks) == 1 or not alone.failures:  # the cause is then a link
             return alone.pieces
         pieces: list[Piece] = []
         begin = 0
@@ -199,7 +198,7 @@ class PreparedChains:
 
 
 def chains(curvature: Curvature) -> list[tuple[int, int]]:
-    """The first unit of each run of linked units, and one past its last; other units are runs of one."""
+    """Runs of linked units: the number of the first, and one past the last. Other units are runs of one."""
     runs: list[tuple[int, int]] = []
     start = 0
     for i in range(len(curvature.blocks)):

@@ -1,7 +1,7 @@
 """A dense block: E[v vᵀ] for the gradient v = vec(Σ_places g āᵀ) of an example.
 
-For units with up to a few hundred parameters. Larger ones are divided into pieces of neighbouring rows of
-V, each with a matrix of its own. The curvature between the pieces is left out.
+For units with up to a few hundred parameters. Larger units are divided into pieces of neighbouring rows of
+V, each with its own matrix. The curvature between pieces is left out.
 """
 
 import math
@@ -18,7 +18,7 @@ from kronfac.curvature.tikhonov import Tikhonov
 from kronfac.storage import Shapes, Storable
 
 LIMIT = 512
-"""Parameters of a piece at the most: a matrix that is inverted in a few milliseconds."""
+"""The largest number of parameters in a piece: its matrix is inverted in a few milliseconds."""
 
 
 def _vectors(V: Tensor, pieces: int, size: int) -> Tensor:
@@ -97,7 +97,7 @@ class DenseBlock(Block):
     """The whole curvature of a small unit, or of pieces of a larger one.
 
     Args:
-        limit: parameters of a piece at the most; a piece has one row of V at the least.
+        limit: the largest number of parameters in a piece, which has at least one row of V.
     """
 
     moments: ClassVar[type[Moments]] = DenseMoments

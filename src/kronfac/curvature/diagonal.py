@@ -1,9 +1,9 @@
 """A diagonal block: the mean squared gradient of every parameter, E[(Σ_places g āᵀ)²].
 
-For parameters whose uses nobody sees only the gradient summed over the examples is known. Its square is
-unbiased, because targets are drawn for each term on its own and the score has mean zero, so that products
-of different examples vanish on average; but one draw has a relative error of √2 however many examples there
-are, and in however many passes and ranks they come. The moving average takes that down to a fifth or so.
+If the uses of a parameter are not recorded, only its gradient summed over the examples is known. Its square
+is an unbiased estimate: targets are drawn independently for each term, and scores have mean zero, so that
+products of different examples vanish on average. But one draw has a relative error of √2, however many
+examples there are. The moving average reduces that to about a fifth.
 """
 
 from dataclasses import dataclass
@@ -40,10 +40,10 @@ class DiagonalMoments(DiagonalOperator, Moments):
     """D, the diagonal of the curvature."""
 
     def damped(self, gamma: float, tikhonov: Tikhonov) -> DiagonalOperator:
-        """1 / (D + γ²): a diagonal has no use for a factored damping."""
+        """1 / (D + γ²); a diagonal needs no factored damping."""
         inverse = (self.D + gamma**2).reciprocal_()
         if not bool(inverse.isfinite().all()):
-            raise NonFiniteError("The diagonal is not finite, or 0 without damping.")
+            raise NonFiniteError("The diagonal is not finite, or it is 0 and has no damping.")
         return DiagonalOperator(inverse)
 
     def trace(self) -> Tensor:
@@ -58,7 +58,7 @@ class DiagonalMoments(DiagonalOperator, Moments):
 
 @dataclass(frozen=True)
 class DiagonalBlock(Block):
-    """The curvature of every parameter by itself."""
+    """The curvature of every parameter, without any correlation."""
 
     moments: ClassVar[type[Moments]] = DiagonalMoments
 

@@ -1,7 +1,7 @@
 """The moments of all units on the examples S₁: forward passes, and backward passes from vectors [MG15 §5].
 
-Each term enters as a vector r in output space with E[r rᵀ] = s w F_R. The blocks receive its gradient at
-the outputs of every use.
+A backward pass starts from a vector r in the space of the outputs, with E[r rᵀ] = s w F_R for every term.
+The blocks receive the inputs ā and the gradients g = ∂(rᵀz)/∂s of every use.
 """
 
 from collections import defaultdict
@@ -29,7 +29,7 @@ CEILING = 0.95
 def ema_decay(iteration: int, ceiling: float | None = None, memory: float = 1.0) -> float:
     """ε = min(1 − 1/k, ceiling) [MG15 §5]: a plain average at first, then an exponential one.
 
-    Without a ceiling it is the paper's, or as long a memory as momentum may have if that is longer.
+    The default ceiling is the paper's, or 1 − 1/`memory` if momentum remembers more steps than that.
     """
     if ceiling is None:
         ceiling = max(CEILING, 1 - 1 / memory)
@@ -49,7 +49,7 @@ class Examples(Protocol):
 
     @property
     def apart(self) -> bool:
-        """Whether terms belong to examples, the terms of one after the other; else each counts alone."""
+        """Whether every example has the same number of terms, one after the other."""
 
 
 class Tapped(Protocol):
@@ -69,37 +69,35 @@ class Tapped(Protocol):
 
 @dataclass(frozen=True)
 class Sample:
-    """S₁, and how to go through it."""
+    """The examples S₁, and how to make passes over them."""
 
     passes: Sequence[Examples]
     linearize: Callable[[Examples], Tapped]
     factor: float = 1.0
-    """The weight of the terms: examples of the whole mini-batch over examples of S₁."""
+    """The weight of the terms: the number of examples in the mini-batch over that in S₁."""
     nothing: Callable[[int], Taps] = lambda unit: []
-    """The taps of a unit that none of the examples uses: zeros."""
+    """Taps of zeros for a unit that no example uses."""
     weightless: bool = False
-    """Whether this rank has none of S₁: its passes are of an example that counts nothing."""
+    """Whether this rank has no example of S₁, and makes its passes over one of weight 0."""
     padded: bool = True
-    """Whether some of the terms may have no weight."""
+    """Whether some terms may have the weight 0."""
     world: World = ALONE
     """The ranks that each have a part of S₁."""
     total: int | None = None
-    """Examples of S₁ on all ranks; None if this one has all."""
+    """Number of examples of S₁ on all ranks; None if this rank has all of them."""
     start: int = 0
-    """Examples of S₁ on the ranks before this one."""
+    """Number of examples of S₁ on the ranks before this one."""
     heads: Sequence[tuple[int, int]] | None = None
-    """For every kind of loss call, in the order in which they come: terms on all ranks, and on those before
-    this one."""
+    """The number of terms on all ranks and on the ranks before this one, for every kind of loss call in the
+    order of the calls."""
 
     @property
     def examples(self) -> int:
-        """How many there are, on all ranks."""
-        if self.total is not None:
-            return self.total
-        return sum(part.examples for part in self.passes)
+        """The number of examples on all ranks."""
+        return sum(p.examples for p in self.passes) if self.total is None else self.total
 
     def head(self, number: int, own: int) -> tuple[int, int]:
-        """Terms of a kind of loss call on all ranks, and how many of them are on earlier ranks."""
+        """The number of terms of a kind of loss call on all ranks, and on the ranks before this one."""
         if self.heads is None:
             return own, 0
         total, before = self.heads[number]
@@ -144,7 +142,7 @@ def estimate(
         scale = part.terms[0].scale or 1.0
         weight = scale * sample.factor / fisher.draws
         each = 0.0 if sample.weightless else 1.0
-        # From one vector for all terms; and neighbours in a chain need the same rows.
+        # Places are left out only if one vector has all terms, and no chain needs equal rows of two units.
         padded = sample.padded and fisher.independent and not any(links)
         padded = padded and any(map(_has_padding, part.terms))
         if not fisher.independent and view.summed:
@@ -241,7 +239,7 @@ def _has_padding(terms: Terms) -> bool:
 
 
 def _without_padding(taps: Taps) -> Taps:
-    """The taps without places that no term of the loss depends on, which would only dilute A."""
+    """The taps without the places that no term depends on, which would only dilute A."""
     if isinstance(taps, SummedGradient):
         return taps
     return [
@@ -251,30 +249,30 @@ def _without_padding(taps: Taps) -> Taps:
 
 
 def _old(block: Block, old: Curvature | None, number: int) -> Moments | None:
-    """The moments so far, unless the unit has had another block."""
+    """The old moments of a unit; None if the unit had another block."""
     moments = None if old is None else old.blocks[number]
     return moments if isinstance(moments, block.moments) else None
 
 
 def _examples(new: int, old: Curvature | None, decay: float) -> float:
-    """How many examples of equal weight are as sure an estimate as the moving average is."""
+    """How many examples of equal weight would estimate the curvature as accurately as the average does."""
     if old is None:
         return float(new)
     return 1 / ((1 - decay) ** 2 / new + decay**2 / old.examples)
 
 
 class _SummedGradients:
-    """√w V of units with only V = Σ_n g_n, one for every vector, summed over passes and ranks.
+    """√w V for units of which only V = Σ_n g_n is known: per vector, summed over passes and ranks.
 
-    V² is unbiased if products of different examples vanish on average: if targets are drawn for each term,
-    or by a random sign for every example.
+    V² is an unbiased estimate of Σ_n g_n² if products of different examples vanish on average. They do if
+    targets are drawn for each term, or if each example has a random sign.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, list[Tensor]] = defaultdict(list)
 
     def add(self, unit: int, vector: int, V: Tensor, weight: float) -> None:
-        """Add the gradient of a unit in one pass; V² counts `weight`."""
+        """Add the gradient of a unit in one pass; V² has this weight."""
         held, scaled = self._held[unit], V * abs(weight) ** 0.5
         if vector < len(held):
             held[vector] = held[vector] + scaled
@@ -282,7 +280,7 @@ class _SummedGradients:
             held.append(scaled)
 
     def add_to(self, averages: Sequence[Average], met: list[bool], world: World) -> None:
-        """Add what all passes and ranks have shown to the averages of rank 0; the units count as met."""
+        """Add the squares to the averages of rank 0, and mark the units as met."""
         units = sorted(self._held)
         if units and world.size > 1:
             rows = world.gather([float(len(self._held[n])) for n in units], "statistics")
@@ -298,20 +296,20 @@ class _SummedGradients:
 
 @dataclass(frozen=True)
 class _Visit:
-    """A pass, with its random numbers."""
+    """A pass over some of the examples, with its random numbers."""
 
     part: Examples
     view: Tapped
     outputs: list[Outputs]
     start: int
-    """The number of its first example, counted over all ranks."""
+    """The number of its first example among those of all ranks."""
     terms: list[tuple[int, int]]
-    """For every loss call, the terms on all ranks, and the number of the first."""
+    """For every loss call, the number of terms on all ranks, and that of its first term among them."""
 
     def with_signs(
         self, vectors: Sequence[Tensor | None], number: int, signs: Signs, examples: int
     ) -> list[Tensor | None]:
-        """The vectors with random signs: of every example, or of every term if examples are not known."""
+        """The vectors with a random sign per example, or per term if terms do not belong to examples."""
         own = self.part.examples
         signed: list[Tensor | None] = []
         for call, (v, (total, start)) in enumerate(zip(vectors, self.terms, strict=True)):
@@ -325,7 +323,7 @@ class _Visit:
 
 
 def _visits(sample: Sample, fisher: Fisher, generator: torch.Generator) -> Iterator[_Visit]:
-    """Every pass with its random numbers, which depend neither on chunks nor on ranks."""
+    """Every pass with its random numbers, the same for any division into passes and ranks."""
     counts = head_counts(sample.passes)
     places = {head: sample.head(n, own) for n, (head, own) in enumerate(counts.items())}
     drawn: dict[object, Draws] = {}
@@ -337,13 +335,12 @@ def _visits(sample: Sample, fisher: Fisher, generator: torch.Generator) -> Itera
             head = _head(j, terms)
             total, start = places[head]
             if head not in drawn:
-                # An empty tensor, because the function is kept until all passes are done.
-                drawn[head] = Draws(
-                    partial(_noise, fisher, terms, z.new_empty(0)), total, generator
-                )
+                # An empty tensor: the function lives until all passes are done.
+                draw = partial(fisher.noise, terms, like=z.new_empty(0))
+                drawn[head] = Draws(draw, total, generator)
             stop = start + terms.count
             noise = drawn[head].between(start, min(stop, total))
-            if noise is not None and stop > total:  # of no example: any numbers will do
+            if noise is not None and stop > total:  # a weightless rank: any numbers will do
                 noise = noise[:, torch.arange(terms.count, device=z.device) % total]
             apart = max(terms.count // max(part.examples, 1), 1) if part.apart else 1
             outputs.append(Outputs(terms, z, noise, apart))
@@ -353,14 +350,8 @@ def _visits(sample: Sample, fisher: Fisher, generator: torch.Generator) -> Itera
         first += part.examples
 
 
-def _noise(
-    fisher: Fisher, terms: Terms, like: Tensor, count: int, generator: torch.Generator
-) -> Tensor | None:
-    return fisher.noise(terms, count, like, generator)
-
-
 def head_counts(passes: Sequence[Examples]) -> dict[object, int]:
-    """The terms of every kind of loss call, in the order in which they come."""
+    """The number of terms of every kind of loss call, in the order of the calls."""
     counts: dict[object, int] = defaultdict(int)
     for part in passes:
         for j, terms in enumerate(part.terms):
@@ -369,5 +360,5 @@ def head_counts(passes: Sequence[Examples]) -> dict[object, int]:
 
 
 def _head(number: int, terms: Terms) -> object:
-    """The kind of a loss call: calls of one kind share a stream of numbers, also across passes."""
+    """The kind of a loss call. Calls of one kind in different passes share a stream of random numbers."""
     return number, type(terms.likelihood), terms.event

@@ -1,13 +1,14 @@
-"""Which distribution the targets behind G come from [MG15 §5].
+"""The targets whose gradients G is made of [MG15 §5].
 
 - `SampledFisher`: drawn from the model's own predictive distribution, the paper's choice; one backward pass
   per draw.
 - `ExactFisher`: the expectation over that distribution, in closed form; one backward pass per output of an
   example.
-- `EmpiricalFisher`: the training targets. Not the Fisher, and said to work worse; one backward pass.
+- `EmpiricalFisher`: the training targets. It is not the Fisher, and is said to work worse; one backward
+  pass.
 
-Random numbers are drawn by the number of a term, counted over all ranks (`Draws`): a step depends neither
-on the division into micro-batches nor on the number of ranks.
+A term's random numbers follow from its number among the terms of all ranks (`Draws`). So a step depends
+neither on the division into micro-batches nor on the number of ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -48,7 +49,7 @@ Vector = Tensor | None
 
 @dataclass(frozen=True, kw_only=True)
 class Fisher(ABC):
-    """How the output-space vectors are chosen that are propagated back into G."""
+    """How the vectors in output space are chosen that backward passes start from."""
 
     ema_decay: float | None = None
     """Ceiling of the moving average's decay ε = min(1 − 1/k, ceiling) [MG15 §5]; None for the paper's 0.95,
@@ -63,7 +64,7 @@ class Fisher(ABC):
     def noise(
         self, terms: Terms, count: int, like: Tensor, generator: torch.Generator
     ) -> Tensor | None:
-        """The random numbers for `count` such terms, (draws, count, …), if any are needed."""
+        """The random numbers for `count` such terms, (draws, count, …); None if none are needed."""
         return None
 
     @abstractmethod
@@ -115,7 +116,7 @@ class ExactFisher(Fisher):
     def vectors(self, outputs: Sequence[Outputs]) -> Iterator[list[Vector]]:
         for i, out in enumerate(outputs):
             for column in out.terms.likelihood.fisher_root_columns(out.z):
-                # The terms of an example are independent of each other, so none may meet another one.
+                # The terms of an example are independent: each has a backward pass of its own.
                 for k in range(out.each):
                     alone = out.alone(column, k)
                     yield [alone if j == i else None for j in range(len(outputs))]
@@ -147,55 +148,47 @@ _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 class Draws:
-    """The random numbers of `count` terms on all ranks, (draws, terms, …), made when they are needed.
+    """The random numbers of all ranks' terms, (draws, terms, …), drawn when they are needed.
 
-    Terms go in blocks of `BLOCK`. If there is one block, its numbers are those of the generator's own
-    stream. If there are several, each has a generator of its own, seeded by a number from the stream and by
-    the block's place: a rank draws the blocks that its terms are in and no others, and the stream goes on
-    alike on all ranks.
+    They are drawn in blocks of `BLOCK` terms. A single block comes from the generator itself. Of several
+    blocks, each has its own generator, seeded by one number from the given generator and by the block's
+    number. So a rank draws only the blocks of its own terms, and the given generator stays the same on all
+    ranks.
 
     Args:
-        draw: numbers for so many terms, from this generator; None if none are needed.
-        count: of the terms.
-        generator: the stream, which goes on by the same amount on every rank.
+        draw: from a number of terms and a generator to their numbers; None if none are needed.
+        count: the number of terms on all ranks.
+        generator: in the same state on all ranks.
     """
 
     def __init__(
         self,
-        draw: Callable[[int, torch.Generator], Tensor | None],
+        draw: Callable[..., Tensor | None],
         count: int,
         generator: torch.Generator,
     ) -> None:
         self._draw, self._count, self._device = draw, count, generator.device
-        self._number, self._block = -1, None  # the last block that was asked for
+        self._number, self._block = -1, None  # the last block that was drawn
         if count <= BLOCK:
-            self._number, self._block = 0, draw(count, generator)
+            self._number, self._block = 0, draw(count=count, generator=generator)
         else:
             self._seed = draw_seed(generator)
 
     def between(self, start: int, stop: int) -> Tensor | None:
         """The numbers of the terms from `start` to before `stop`; quickest in ascending order."""
-        first, last = start // BLOCK, max(stop - 1, start) // BLOCK
-        if first == last:
-            block = self._of(first)
-            offset = first * BLOCK
-            return None if block is None else block[:, start - offset : stop - offset]
-        found: Tensor | None = None
-        for number in range(first, last + 1):
-            block = self._of(number)
+        found: list[Tensor] = []
+        for number in range(start // BLOCK, max(stop - 1, start) // BLOCK + 1):
+            block, offset = self._of(number), number * BLOCK
             if block is None:
                 return None
-            if found is None:
-                found = block.new_empty((len(block), stop - start, *block.shape[2:]))
-            offset = number * BLOCK
-            lower, upper = max(start, offset), min(stop, offset + BLOCK)
-            found[:, lower - start : upper - start] = block[:, lower - offset : upper - offset]
-        return found
+            found.append(block[:, max(start - offset, 0) : stop - offset])
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def _of(self, number: int) -> Tensor | None:
         if number != self._number:
             seeded = torch.Generator(self._device).manual_seed(child_seed(self._seed, number))
-            self._block = self._draw(min(BLOCK, self._count - number * BLOCK), seeded)
+            count = min(BLOCK, self._count - number * BLOCK)
+            self._block = self._draw(count=count, generator=seeded)
             self._number = number
         return self._block
 
@@ -206,9 +199,9 @@ def draw_seed(generator: torch.Generator) -> int:
 
 
 def child_seed(seed: int, number: int) -> int:
-    """One of many seeds from one, in [0, 2⁶³): SplitMix64 after `number` states (Steele, Lea, Flood 2014).
+    """Derive a seed in [0, 2⁶³): SplitMix64 after `number` states (Steele, Lea, Flood 2014).
 
-    Neighbouring seeds differ in half of their bits: torch's generator on the host is seeded by 32 of them.
+    Seeds of neighbouring numbers differ in half of their bits: torch's CPU generator uses only 32 of them.
     """
     z = (seed + (number + 1) * _STEP) % _WORD
     z = (z ^ (z >> 30)) * _MIX[0] % _WORD
@@ -217,7 +210,7 @@ def child_seed(seed: int, number: int) -> int:
 
 
 class Signs:
-    """A random sign for every example and vector, by the number of the example, counted over all ranks."""
+    """A random sign for every vector and example, by the example's number among those of all ranks."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._seed, self._device = draw_seed(generator), generator.device
@@ -226,9 +219,9 @@ class Signs:
         """The vectors, with their signs.
 
         Args:
-            vectors: of the terms of some examples, (terms, event).
+            vectors: for the terms of some examples, (terms, event).
             key: the numbers of the vector and of the loss call.
-            place: how many examples these are, how many all ranks have, and the number of the first.
+            place: the number of these examples, the number on all ranks, and the number of the first.
         """
         count, total, start = place
         seed = child_seed(child_seed(self._seed, key[0]), key[1])

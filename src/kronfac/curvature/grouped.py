@@ -1,8 +1,8 @@
 """A Kronecker product per group of rows, for grouped convolutions: diag(A₁ ⊗ G₁, A₂ ⊗ G₂, …).
 
-The rows of V (rows, columns) come in groups of r = rows / groups, each with inputs of its own; what couples
-different groups is left out. Every group is factorised as `KroneckerBlock` does it with "expand": A_g is
-the mean of ā āᵀ over all places of all examples, G_g the sum of g gᵀ over them.
+The rows of V (rows, columns) form groups of r = rows / groups, each with its own inputs. The curvature
+between groups is left out. Every group is factorised as in `KroneckerBlock` with "expand": A_g is the mean
+of ā āᵀ over all places of all examples, G_g the sum of g gᵀ over them.
 
 Layouts: A (groups, columns, columns), G (groups, r, r).
 """
@@ -56,7 +56,7 @@ class GroupedKroneckerMoments(GroupedKroneckerProduct, Moments):
     def damped(self, gamma: float, tikhonov: Tikhonov) -> GroupedKroneckerProduct:
         """(A_g + π_g γI)⁻¹ ⊗ (G_g + γ/π_g I)⁻¹, each group with a π of its own.
 
-        The factored form also stands for the exact one, which would need the eigenvectors of every group.
+        The factored form also replaces the exact one, which would need the eigenvectors of every group.
         """
         rule = tikhonov if isinstance(tikhonov, FactoredTikhonov) else FactoredTikhonov()
         shifts = [rule.shifts(A, G, gamma) for A, G in zip(self.A, self.G, strict=True)]

@@ -2,8 +2,8 @@
 
     strategy.prepare(curvature).damped(gamma).mv(gradient)
 
-`prepare` does what every candidate γ shares, `damped` the rest. A vector in parameter space is a tuple with
-one matrix V (rows, columns) per unit; of a gradient, V may be given as an outer product.
+`prepare` computes what all candidates for γ share, `damped` the rest. A vector in parameter space is a
+tuple with one matrix V (rows, columns) per unit. A gradient's V may also be an `OuterProduct`.
 """
 
 import math
@@ -41,13 +41,13 @@ class Link(Storable):
 
 @dataclass(frozen=True)
 class Curvature(Storable):
-    """Moving averages of the statistics of all units: a value."""
+    """Moving averages of the statistics of all units; immutable."""
 
     blocks: tuple[Moments, ...]
     links: tuple[Link | None, ...] = ()
     """Between each unit and the next; None if they are not neighbours in a chain. Empty without chains."""
     examples: float = math.inf
-    """How many examples of equal weight would be as sure an estimate."""
+    """How many examples of equal weight would give as accurate an estimate."""
 
     def check(self, *units: Layout) -> None:
         """Raise a StateError if it can't be the curvature of these units."""
@@ -64,7 +64,7 @@ class Curvature(Storable):
                 link.check(*pair)
 
     def of_units(self, numbers: Sequence[int]) -> "Curvature":
-        """The curvature of some units, without links between neighbours of which one is missing."""
+        """The curvature of some of the units, with the links between those that are neighbours."""
         links: tuple[Link | None, ...] = ()
         if self.links:
             links = tuple(
@@ -80,15 +80,15 @@ class Curvature(Storable):
         return mean if 0 < mean < math.inf else 1.0
 
     def sampling_error(self) -> float:
-        """The damping of A ⊗ G that makes up for its having been estimated from n examples.
+        """The damping γ² that compensates for estimating A and G from only n examples.
 
-        The inverse of a second moment of d features is too large on average, by a share of about d/n of
-        what it should be. Adding tr(A)/n to the eigenvalues of A, whose mean is tr(A)/d, makes up for
-        that. With tr(G)/n for G the product of what is added is
+        The inverse of an estimated second moment of d features is too large on average, by a factor of
+        about 1 + d/n. Adding tr(A)/n to the eigenvalues of A, whose mean is tr(A)/d, compensates for that.
+        The product of what is added to A and to G is
 
             tr(A) tr(G) / n²,
 
-        here as a mean over all parameters whose block has such factors (`Moments.factor_traces`).
+        averaged over all parameters whose block has such factors (`Moments.factor_traces`).
         """
         pairs = [(block.factor_traces(), block.size) for block in self.blocks]
         factored = [(traces * size, size) for traces, size in pairs if traces is not None]
@@ -108,7 +108,7 @@ class ChainOperator(Storable, ABC):
 
     @abstractmethod
     def of_unit(self, number: int) -> Operator:
-        """An inverse of one of them by itself, for when the others have a new one and it has not."""
+        """An inverse of one unit by itself, to keep when only the others get a new inverse."""
 
     @abstractmethod
     def mv_chain(self, vectors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -117,7 +117,7 @@ class ChainOperator(Storable, ABC):
 
 @dataclass(frozen=True)
 class Failed(Storable):
-    """The place of a unit's inverse that could not be computed."""
+    """Stands for an inverse that could not be computed."""
 
     message: str
 
@@ -135,7 +135,7 @@ class DampedInverse(Storable):
     def check(self, *units: Layout) -> None:
         """Raise a StateError if it can't be the inverse of these units' curvature."""
         for n, piece in enumerate(self.pieces):
-            if isinstance(piece, Moments):  # which multiply too
+            if isinstance(piece, Moments):  # they have a product too
                 raise StateError(
                     f"The state's pieces[{n}] must be of type Operator or ChainOperator or Failed; got "
                     f"{type(piece).__name__}. Load an earlier state."
@@ -162,11 +162,11 @@ class DampedInverse(Storable):
 
     @property
     def failures(self) -> list[tuple[int, str]]:
-        """The numbers of the units that have no inverse, and why."""
+        """The number of every unit without an inverse, and the reason."""
         return [(n, piece.message) for n, piece in self._numbered() if isinstance(piece, Failed)]
 
     def repaired(self, pieces: Mapping[int, Piece]) -> "DampedInverse":
-        """The inverse with other pieces in place of those that failed, by the number of the unit."""
+        """The inverse with pieces, by the unit's number, in place of those that failed."""
         found = [
             pieces.get(n, piece) if isinstance(piece, Failed) else piece
             for n, piece in self._numbered()
@@ -174,7 +174,7 @@ class DampedInverse(Storable):
         return replace(self, pieces=tuple(found))
 
     def completed_by(self, old: "DampedInverse | None") -> "DampedInverse | None":
-        """The inverse with the old one of every unit that has no new one; None if that has none either."""
+        """The inverse with old pieces in place of those that failed; None if an old one failed too."""
         if not self.failures:
             return self
         if old is None:
@@ -183,7 +183,7 @@ class DampedInverse(Storable):
         return None if found.failures else found
 
     def of_unit(self, number: int) -> Operator | Failed:
-        """The inverse of one unit by itself; of one in a chain, what it is without its neighbours."""
+        """The inverse of one unit by itself; for a unit in a chain, see `ChainOperator.of_unit`."""
         for start, piece in self._numbered():
             if start <= number < start + length_of(piece):
                 if isinstance(piece, ChainOperator):
@@ -192,7 +192,7 @@ class DampedInverse(Storable):
         raise IndexError("This inverse is of fewer units.")
 
     def _numbered(self) -> Iterator[tuple[int, Piece]]:
-        """Every piece with the number of its first unit."""
+        """Each piece with the number of its first unit."""
         number = 0
         for piece in self.pieces:
             yield number, piece
@@ -200,7 +200,7 @@ class DampedInverse(Storable):
 
 
 def length_of(piece: Piece) -> int:
-    """The number of units that a piece is of."""
+    """The number of units in a piece."""
     return piece.length if isinstance(piece, ChainOperator) else 1
 
 
@@ -213,7 +213,7 @@ def usable(piece: Piece) -> bool:
 
 
 def without_unusable(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces with `Failed` for units whose operator is unusable; for a chain, for all of its units."""
+    """The pieces with `Failed` in place of unusable ones; a chain is replaced in all of its units."""
     found: list[Piece] = []
     for piece in pieces:
         if isinstance(piece, Failed) or usable(piece):
@@ -226,21 +226,21 @@ def without_unusable(pieces: Sequence[Piece]) -> list[Piece]:
 def _multiply(piece: Piece, vectors: Vectors) -> Sequence[Tensor]:
     """The products with the vectors of a piece's units."""
     assert not isinstance(piece, Failed)
-    if isinstance(piece, KroneckerProduct):  # the only operator that multiplies the factors
+    if isinstance(piece, KroneckerProduct):  # the only operator that takes an outer product
         return [piece.mv(vectors[0])]
     dense = [V.to_dense() if isinstance(V, OuterProduct) else V for V in vectors]
     return piece.mv_chain(dense) if isinstance(piece, ChainOperator) else [piece.mv(dense[0])]
 
 
 class PreparedInverse(Protocol):
-    """The part that all γ share at one refresh."""
+    """What all candidates for γ share in one refresh."""
 
     def damped(self, gamma: float) -> DampedInverse:
         """The inverse with damping strength γ [MG15 §6.6]."""
 
 
 class InverseUpdate(Summands, ABC):
-    """An inverse that takes in the statistics of one step without a refresh."""
+    """An inverse that follows the statistics of one step, without a refresh."""
 
     @abstractmethod
     def add(self, taps: Sequence[Taps], weight: float) -> None:
@@ -260,7 +260,7 @@ class ApproximateInverse(ABC):
     def wants_factors(
         self, shapes: Sequence[tuple[int, int]], examples: int, weight_decay: float
     ) -> bool:
-        """Whether it uses the gradient as outer products, for units of these shapes."""
+        """Whether it multiplies the gradient as outer products, for units of these shapes."""
         return False
 
     @property
@@ -282,4 +282,4 @@ class ApproximateInverse(ABC):
 
     @abstractmethod
     def prepare(self, curvature: Curvature) -> PreparedInverse:
-        """The part that every γ shares."""
+        """Compute what all candidates for γ share."""

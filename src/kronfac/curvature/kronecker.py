@@ -1,13 +1,14 @@
 """A Kronecker-factored block: A ⊗ G from the second moments of inputs and output gradients [MG15 §3, §5].
 
-If one example uses V at several places, or V is used several times, there are two ways to factorise
-(Eschenhagen et al. 2023):
+If an example uses V at several places or several times, there are two ways to factorise (Eschenhagen et
+al. 2023):
 
-- expand: every place counts as an example of its own: A = mean of ā āᵀ over all places of all examples,
-  G = Σ over them of g gᵀ, which is not divided by the number of places;
-- reduce: an example's places are taken together first: A from the mean of its ā, G from the sum of its g.
+- expand: every place counts as an example. A is the mean of ā āᵀ over all places of all examples, G the
+  sum of g gᵀ over them, which is not divided by the number of places;
+- reduce: the places of an example are combined first. A comes from the mean of its ā, G from the sum of
+  its g.
 
-With one place they are the same. Either side may be kept as its diagonal, for very wide layers.
+With one place per example both are the same. In very wide layers a factor may be kept as its diagonal.
 """
 
 from abc import abstractmethod
@@ -34,7 +35,7 @@ from kronfac.linalg import InverseInEigenbasis, KroneckerProduct, eigh
 
 Sharing = Literal["expand", "reduce"]
 MANY = 4
-"""Uses from which their vectors are concatenated: a product for each would be small."""
+"""With more uses than this, their vectors are concatenated: one large product is faster than many small."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,10 @@ class KroneckerMoments(KroneckerProduct, FactoredMoments):
         return traces(self.A) * traces(self.G)
 
     def factor_traces(self) -> Tensor:
-        """tr(A) tr(G), with the mean in place of the trace for a side that is kept as its diagonal.
+        """tr(A) tr(G), with the mean in place of the trace for a factor that is kept as its diagonal.
 
-        The inverse of a mean of n numbers is too large by a share of about 1/n, not of d/n: each number is
-        inverted by itself.
+        Elements of a diagonal are inverted one by one. The inverse of a mean over n examples is too large
+        by a factor of about 1 + 1/n, not 1 + d/n.
         """
         A, G = (traces(M) / (len(M) if M.dim() == 1 else 1) for M in (self.A, self.G))
         return A * G
@@ -91,18 +92,18 @@ def eigen(M: Tensor, name: str) -> Eigen:
 
 
 class Eigenbasis:
-    """The eigenbasis E_A ⊗ E_G of A ⊗ G, which all γ share, and the eigenvalues S = s_G s_Aᵀ."""
+    """The eigenbasis E_A ⊗ E_G of A ⊗ G, the same for all γ, and the eigenvalues S = s_G s_Aᵀ."""
 
     def __init__(self, A: Eigen, G: Eigen) -> None:
         (self._s_A, self._E_A), (self._s_G, self._E_G) = A, G
-        # Factors of 1e20 each, which float32 holds, have a product that it does not.
+        # float32 holds factors of 1e20, but not their product.
         largest = torch.finfo(self._s_A.dtype).max
         self._S = torch.outer(self._s_G, self._s_A).clamp_(max=largest)
 
     def damped(
         self, moments: KroneckerMoments, gamma: float, tikhonov: Tikhonov
     ) -> InverseInEigenbasis:
-        """The inverse of A ⊗ G with what the damping adds to its eigenvalues.
+        """The inverse of A ⊗ G with damped eigenvalues.
 
         Raises:
             NotPositiveDefiniteError: γ is too small for the precision of a singular A ⊗ G.
@@ -154,7 +155,7 @@ class FactorAverage(Average):
         if uses:
             a, g = self._block.vectors(uses)
             inputs, grads = self.products
-            if transposed(uses):  # ā is on the side of the rows
+            if transposed(uses):  # ā belongs to the rows
                 inputs, grads = grads, inputs
             inputs.add_to_mean(a, each=each)
             for y in g:
@@ -171,8 +172,8 @@ class KroneckerBlock(FactoredBlock):
 
     Args:
         sharing: `"expand"` or `"reduce"`, see above.
-        diagonal_inputs: whether A is kept as its diagonal.
-        diagonal_grads: whether G is.
+        diagonal_inputs: whether to keep only the diagonal of A.
+        diagonal_grads: whether to keep only the diagonal of G.
     """
 
     moments: ClassVar[type[Moments]] = KroneckerMoments
@@ -187,7 +188,6 @@ class KroneckerBlock(FactoredBlock):
             )
 
     def describe(self, rows: int, columns: int) -> str:
-        """Its name, and the sizes of G and A."""
         sides = ((rows, self.diagonal_grads), (columns, self.diagonal_inputs))
         listed = ", ".join(f"{n} diagonal" if diagonal else str(n) for n, diagonal in sides)
         reduced = ", reduce" if self.sharing == "reduce" else ""
@@ -209,7 +209,7 @@ class KroneckerBlock(FactoredBlock):
 
 
 def uses_of(taps: Taps) -> list[Tap | GroupedTap]:
-    """The uses of a unit whose factors are taken from ā and g."""
+    """The uses of a unit with a Kronecker-factored block."""
     assert not isinstance(taps, SummedGradient), "a Kronecker block needs the uses of its unit"
     uses = [tap for tap in taps if isinstance(tap, (Tap, GroupedTap))]
     assert len(uses) == len(taps), "a Kronecker block needs inputs and gradients of every use"
@@ -217,11 +217,11 @@ def uses_of(taps: Taps) -> list[Tap | GroupedTap]:
 
 
 def transposed(uses: Sequence[Tap | GroupedTap]) -> bool:
-    """Whether it is Vᵀ that was multiplied."""
+    """Whether Vᵀ was multiplied, not V."""
     return isinstance(uses[0], Tap) and uses[0].transposed
 
 
 def _together(rows: Sequence[Rows]) -> list[Any]:
-    """One tensor in place of many: the steps of a recurrent layer are a use each."""
+    """One tensor instead of many: each step of a recurrent layer is a use."""
     tensors = [x for x in rows if isinstance(x, Tensor)]
     return [torch.cat(tensors)] if len(tensors) == len(rows) else list(rows)

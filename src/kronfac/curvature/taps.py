@@ -5,7 +5,7 @@
   (examples, places, rows) and g (examples, places, columns).
 - `GroupedTap`: rows in groups, each with inputs of its own, as in grouped convolutions.
 - `ElementwiseTap`: only the gradient of every example, for parameters that multiply numbers one by one.
-- `SummedGradient`: only the gradient summed over the examples, for parameters whose uses nobody sees.
+- `SummedGradient`: only the gradient summed over the examples, for parameters whose uses are not recorded.
 
 Nothing here knows modules.
 """
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 WORK_SPACE = 2**24
-"""Numbers that gradients of single examples may take at a time: 64 MB in float32."""
+"""The most numbers that gradients of single examples take at a time: 64 MB in float32."""
 
 
 @runtime_checkable
 class Inputs(Protocol):
-    """ā of a use that is not kept as it is, such as the patches of an image."""
+    """Inputs ā that are computed when they are needed, such as the patches of an image."""
 
     @property
     def shape(self) -> torch.Size:
@@ -33,7 +33,7 @@ class Inputs(Protocol):
         """ā, (examples, places, columns)."""
 
     def rows(self) -> "Rows":
-        """Vectors (vectors, columns) whose mean second moment is that over all places, or estimates it."""
+        """Vectors (vectors, columns) whose mean second moment is A, or an estimate of it."""
 
     def select(self, index: slice) -> "Inputs":
         """The inputs of some of the examples."""
@@ -44,17 +44,17 @@ class Inputs(Protocol):
 
 @dataclass(frozen=True)
 class OneHot:
-    """Unit vectors e_i times a number, by their indices i: what an embedding is multiplied with."""
+    """Unit vectors e_i, given by their indices i and perhaps scaled: the inputs of an embedding."""
 
     indices: Tensor  # (examples, places), or (vectors,)
     size: int
     dtype: torch.dtype
     scale: Tensor | None = None
-    """The number, in the shape of the indices; None for 1."""
+    """The factors, in the shape of the indices; None for 1."""
 
     @property
     def shape(self) -> torch.Size:
-        """That of the vectors."""
+        """The shape of the vectors."""
         return torch.Size((*self.indices.shape, self.size))
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class OneHot:
         return replace(self, indices=self.indices.flatten(), scale=scale)
 
     def select(self, index: slice | Tensor) -> "OneHot":
-        """Those of some examples."""
+        """The vectors of some of the examples."""
         scale = None if self.scale is None else self.scale[index]
         return replace(self, indices=self.indices[index], scale=scale)
 
@@ -105,9 +105,9 @@ class Tap:
     inputs: Tensor | Inputs  # ā (examples, places, columns); rows if transposed
     grads: Tensor  # g (examples, places, rows); columns if transposed
     counts: Tensor | None = None
-    """Which places count, (examples, places), bool: padding does not; None for all."""
+    """Which places count (padding does not), (examples, places), bool; None for all."""
     transposed: bool = False
-    """Whether it is Vᵀ that was multiplied."""
+    """Whether Vᵀ was multiplied, not V."""
 
     @property
     def examples(self) -> int:
@@ -139,7 +139,7 @@ class Tap:
         return (inputs if self.counts is None else inputs * self.counts.unsqueeze(-1)).sum(dim=1)
 
     def places(self) -> Tensor | int:
-        """The number of places that count, of every example if they differ, (examples, 1)."""
+        """The number of places that count: one for all examples, or (examples, 1)."""
         if self.counts is None:
             return self.grads.shape[1]
         return self.counts.sum(dim=1, keepdim=True).clamp(min=1)
@@ -163,7 +163,7 @@ class Tap:
         return product.mT if self.transposed else product
 
     def squares(self) -> Tensor:
-        """Σ_examples of their squared gradients, (rows, columns), for one place: no example by itself."""
+        """Σ_examples (g āᵀ)², (rows, columns), for a use with one place, without gradients of examples."""
         g, a = self.grads[:, 0].square(), self.dense_inputs()[:, 0].square()
         return a.mT @ g if self.transposed else g.mT @ a
 
@@ -176,7 +176,7 @@ class Tap:
         return product.mT if self.transposed else product
 
     def magnitude(self) -> float:
-        """Σ ‖g‖ ‖ā‖, the size of what `total` is a sum of."""
+        """Σ ‖g‖ ‖ā‖, the total size of the summands of `total`."""
         if isinstance(self.inputs, OneHot):
             return float(self.grads.norm(dim=-1).sum(dtype=torch.float64))
         norms = self.grads.norm(dim=-1) * self.dense_inputs().norm(dim=-1)
@@ -185,7 +185,7 @@ class Tap:
 
 @dataclass(frozen=True)
 class GroupedTap:
-    """A use in which every group of rows has inputs of its own."""
+    """A use in which every group of rows has its own inputs."""
 
     inputs: Tensor  # ā (groups, examples, places, columns)
     grads: Tensor  # g (groups, examples, places, rows / groups)
@@ -208,14 +208,14 @@ class GroupedTap:
         return (self.grads.flatten(1, 2).mT @ self.inputs.flatten(1, 2)).flatten(0, 1)
 
     def magnitude(self) -> float:
-        """The size of what `total` is a sum of."""
+        """The total size of the summands of `total`."""
         norms = self.grads.norm(dim=-1) * self.inputs.norm(dim=-1)
         return float(norms.sum(dtype=torch.float64))
 
 
 @dataclass(frozen=True)
 class ElementwiseTap:
-    """The gradient of every example, and nothing about how it came about."""
+    """The gradient of every example, without inputs and output gradients."""
 
     values: Tensor  # (examples, rows, columns)
 
@@ -237,13 +237,13 @@ class ElementwiseTap:
         return self.values.sum(dim=0)
 
     def magnitude(self) -> float:
-        """The size of what `total` is a sum of."""
+        """The total size of the summands of `total`."""
         return float(self.values.flatten(1).norm(dim=1).sum(dtype=torch.float64))
 
 
 @dataclass(frozen=True)
 class SummedGradient:
-    """The gradient of a unit whose uses are not known, summed over the examples."""
+    """The gradient summed over the examples, for a unit whose uses are not recorded."""
 
     V: Tensor  # (rows, columns)
 
@@ -256,8 +256,8 @@ Taps = Sequence[AnyTap] | SummedGradient
 def gradients_of_examples(taps: Taps) -> Iterator[Tensor]:
     """The gradients of single examples, (some, rows, columns), a part of the examples at a time.
 
-    Uses by the same example are added. If the uses are by different numbers of examples, nothing says
-    which belong together, and each counts as one of its own.
+    The gradients of all uses by an example are added. If the uses have different numbers of examples, it is
+    unknown which belong together, and each use counts as further examples.
     """
     if isinstance(taps, SummedGradient):
         yield taps.V.unsqueeze(0)

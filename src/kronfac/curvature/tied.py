@@ -1,15 +1,15 @@
 """A sum of two Kronecker products, for a unit that is used both ways: A₁ ⊗ G₁ + A₂ ⊗ G₂.
 
 A tied embedding and language-model head, or the weight of a tied autoencoder, is multiplied as s = V ā in
-one place and as s = Vᵀ ā in another. The gradient of an example is the sum of both uses' gradients. With
-what correlates the two left out, its second moment is the sum of theirs, each factorised as
-`KroneckerBlock` does it:
+one place and as s = Vᵀ ā in another. The gradient of an example is the sum of both uses' gradients. Without
+the correlation between the two, its second moment is the sum of theirs, each factorised as in
+`KroneckerBlock`:
 
     direct:      A₁ = mean of ā āᵀ,   G₁ = Σ g gᵀ
     transposed:  A₂ = Σ g gᵀ,         G₂ = mean of ā āᵀ
 
-with A on the side of the columns and G on the side of the rows. A vocabulary has many rows; the
-factors on their side are kept as diagonals then, and nothing is as large as rows times rows.
+with A for the columns and G for the rows. A vocabulary has many rows: G₁ and G₂ are then kept as diagonals,
+so that no matrix of rows times rows is needed.
 """
 
 from dataclasses import dataclass, field
@@ -47,14 +47,13 @@ class KroneckerSumMoments(Moments):
     def damped(self, gamma: float, tikhonov: Tikhonov) -> KroneckerSumInverse:
         """The inverse of Σₖ (Aₖ + πₖγₖI) ⊗ (Gₖ + γₖ/πₖ I).
 
-        γ is divided between the products by their sizes tₖ, the product of the mean eigenvalues of their
-        factors: γₖ² = γ² tₖ / (t₁ + t₂). Then γ₁² + γ₂² = γ², so that
-        γ²I is what is added in all beside the cross terms; every factor gets the same share
-        γ / (t₁ + t₂)^½ of its own mean eigenvalue; and if one of the products vanishes, the damping is
-        the other product's.
+        γ is divided by the products' sizes tₖ, the product of the mean eigenvalues of their factors:
+        γₖ² = γ² tₖ / (t₁ + t₂). Then γ₁² + γ₂² = γ², so that γ²I is added in total, beside the cross terms;
+        every factor gets the same share γ / (t₁ + t₂)^½ of its own mean eigenvalue; and if one product is
+        zero, the other one gets its usual damping.
 
-        Deviation: the exact form, γ²I added to the sum, has no inverse by Kronecker factors: three matrices
-        on one side can't be diagonalised together. The factored form stands for it.
+        Deviation: the exact form, with γ²I added to the sum, has no inverse in Kronecker factors, because
+        three matrices can't be diagonalised together. The factored form replaces it.
         """
         rule = tikhonov if isinstance(tikhonov, FactoredTikhonov) else FactoredTikhonov()
         products = (self.direct, self.transposed)
@@ -63,7 +62,7 @@ class KroneckerSumMoments(Moments):
             sizes = torch.ones_like(sizes)
         gammas = [float(share) * gamma for share in sizes / sizes.norm()]
         shifted = [rule.damp(m.A, m.G, g) for m, g in zip(products, gammas, strict=True)]
-        # The larger product is the one that has damping for certain.
+        # The larger product certainly has damping.
         (A, B), (C, D) = shifted if gammas[0] >= gammas[1] else shifted[::-1]
         return invert_sum(A, B, C, D)
 
@@ -72,7 +71,7 @@ class KroneckerSumMoments(Moments):
         return self.direct.trace() + self.transposed.trace()
 
     def factor_traces(self) -> Tensor:
-        """tr(A₁) tr(G₁) + tr(A₂) tr(G₂), where no side is kept as its diagonal."""
+        """tr(A₁) tr(G₁) + tr(A₂) tr(G₂), where no factor is kept as its diagonal."""
         return self.direct.factor_traces() + self.transposed.factor_traces()
 
     def dense(self) -> Tensor:
@@ -98,9 +97,9 @@ class KroneckerSumBlock(Block):
     """A₁ ⊗ G₁ + A₂ ⊗ G₂.
 
     Args:
-        direct: how the uses s = V ā are factorised.
-        transposed: how the uses s = Vᵀ ā are. In both, `diagonal_inputs` is for A, the side of the columns,
-            and `diagonal_grads` for G, the side of the rows.
+        direct: how to factorise the uses s = V ā.
+        transposed: how to factorise the uses s = Vᵀ ā. In both, `diagonal_inputs` is about A, the factor of
+            the columns, and `diagonal_grads` about G, the factor of the rows.
     """
 
     moments: ClassVar[type[Moments]] = KroneckerSumMoments
@@ -132,7 +131,7 @@ class KroneckerSumAverage(Average):
         self.products = [product for average in self._averages for product in average.products]
 
     def add(self, taps: Taps, each: float, weight: float) -> None:
-        """Add the statistics of one backward pass; a product without any use begins with 0."""
+        """Add the statistics of one backward pass. A product without any use starts at 0."""
         uses = uses_of(taps)
         if self._new and uses:
             self._new = False
@@ -149,7 +148,7 @@ class KroneckerSumAverage(Average):
 
 
 def _zeros(like: Tap | GroupedTap, direction: bool) -> Tap:
-    """A use by one example in this direction, with zeros."""
+    """A use by one example in this direction, all zeros."""
     inputs, grads = like.inputs.shape[-1], like.grads.shape[-1]
     if transposed([like]) != direction:
         inputs, grads = grads, inputs

@@ -1,7 +1,7 @@
 """Tikhonov damping of Kronecker factors [MG15 §6.3, §6.6].
 
-The exact form adds γ² to the diagonal of A ⊗ G, γ² standing for λ + η. The factored form adds a
-part to each factor, so that a single Kronecker product remains:
+The exact form adds γ² to the diagonal of A ⊗ G, with γ² in place of the paper's λ + η. The factored form
+adds a part to each factor, so that the result is a single Kronecker product:
 
     (A + π γ I) ⊗ (G + γ/π I)
 
@@ -53,7 +53,7 @@ Tikhonov = FactoredTikhonov | ExactTikhonov
 
 def pi(A: Tensor, G: Tensor) -> Tensor:
     """π = ((tr A / dim A) / (tr G / dim G))^½ for positive semi-definite A and G."""
-    # A layer that no gradient reaches has G = 0: any π is as good as another, but not infinity.
+    # A layer that no gradient reaches has G = 0. Then any finite π will do.
     tiny = torch.finfo(A.dtype).tiny ** 0.5
     # Root by root: inputs of 1e10 make tr A 1e20, and the ratio of that to `tiny` is infinite in float32.
     return mean_eigenvalue(A).clamp(min=tiny).sqrt() / mean_eigenvalue(G).clamp(min=tiny).sqrt()

@@ -9,11 +9,11 @@ Let Xᵢ = EᵢSᵢ^½Fᵢᵀ be the singular value decomposition and Pᵢ = E�
 
     (A ⊗ B − C ⊗ D)⁻¹ = A⁻¹ ⊗ B⁻¹ + (K₁ ⊗ K₂)(I − S₁ ⊗ S₂)⁻¹(K₁ ⊗ K₂)ᵀ,   Kᵢ = Lᵢ⁻ᵀPᵢ.
 
-Deviation: the paper takes symmetric square roots and the eigenvectors of A^{-1/2} C A^{-1/2}, a full
-basis. The inverse is the same, but this form needs no square root (Cholesky instead of a second
-eigendecomposition), decomposes the smaller of XᵀX and XXᵀ, never divides by a small singular value,
-and is a positive definite matrix plus a positive semi-definite one whatever the rounding. This keeps it
-positive in float32 with rank-deficient statistics. `kronecker_sum.py` has the plus sign.
+Deviation: the paper uses symmetric square roots and the eigenvectors of A^{-1/2} C A^{-1/2}, a full basis.
+The inverse is the same. This form needs no square root (Cholesky instead of a second eigendecomposition),
+decomposes the smaller of XᵀX and XXᵀ, and never divides by a small singular value. Despite rounding it is a
+positive definite matrix plus a positive semi-definite one, so that it stays positive in float32 with
+rank-deficient statistics. `kronecker_sum.py` has the inverse of the sum.
 """
 
 from dataclasses import dataclass
@@ -65,13 +65,13 @@ def decompose(L1: Tensor, L2: Tensor, R1: Tensor, R2: Tensor) -> KroneckerDiffer
     X1, X2 = (solve_triangular(L, R, upper=False) for L, R in ((L1, R1), (L2, R2)))
     P1, s1 = _scaled_left_singular(X1, "factor, input side")
     P2, s2 = _scaled_left_singular(X2, "factor, output side")
-    # If s₂s₁ is below ε the correction is lost in rounding beside the 1 that it is added to.
-    # Damped statistics have many such columns, all the more the stronger the damping.
+    # If s₂s₁ is below ε, the correction is lost in rounding. Damped statistics have many such columns, and
+    # more with stronger damping.
     epsilon = torch.finfo(s1.dtype).eps
     keep1, keep2 = s1 * s2.max() > epsilon, s2 * s1.max() > epsilon
     P1, s1, P2, s2 = P1[:, keep1], s1[keep1], P2[:, keep2], s2[keep2]
-    # The s are squared canonical correlations, below 1 in exact arithmetic. Rounding may add a little, and
-    # a difference that rounding made singular gets the smallest gap that the dtype can represent.
+    # The s are squared canonical correlations, below 1 in exact arithmetic. A difference that rounding made
+    # singular gets the smallest gap that the dtype can represent.
     product = torch.outer(s2.clamp(max=1), s1.clamp(max=1)).clamp(max=1 - epsilon)
     return KroneckerDifferenceInverse(
         A_inv=inverse_from_cholesky(L1),

@@ -5,10 +5,10 @@ With A = L₁L₁ᵀ, B = L₂L₂ᵀ and the eigendecompositions L₁⁻¹CL₁
     (A ⊗ B + C ⊗ D)⁻¹ = (K₁ ⊗ K₂)(I + S₁ ⊗ S₂)⁻¹(K₁ ⊗ K₂)ᵀ,   Kᵢ = Lᵢ⁻ᵀEᵢ,
 
 because Kᵢ diagonalises both matrices of its side: K₁ᵀAK₁ = I, K₁ᵀCK₁ = S₁. If both are diagonal, so is K₁,
-and it is kept as a vector: with B and D diagonal the problem falls apart into one for every row of V.
+and it is kept as a vector: with diagonal B and D there is a separate problem for every row of V.
 
-The form with a correction, A⁻¹ ⊗ B⁻¹ − …, as in `kronecker_difference.py`, would cancel where C ⊗ D is much
-the larger of the two; here all terms are positive.
+A form with a correction, A⁻¹ ⊗ B⁻¹ − …, as in `kronecker_difference.py`, would lose digits where C ⊗ D is
+much larger than A ⊗ B; here all terms are positive.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""One function on many matrices, several at a time: on a CPU each in a thread with a core to itself.
+"""Apply a function to many matrices in parallel: on a CPU each in a thread with its own core.
 
-LAPACK spreads a decomposition over the cores badly, the worse the smaller it is: its threads wait for each
-other after every panel, and do little else if another process has one of the cores.
+LAPACK uses several cores badly for one decomposition, in particular a small one. Its threads wait for each
+other after every panel, and mostly wait if another process uses one of the cores.
 """
 
 import os
@@ -17,11 +17,11 @@ from torch import Tensor
 R = TypeVar("R")
 
 LARGE = 128
-"""Rows from which a matrix is worth a thread."""
+"""Matrices with at least this many rows get a thread of their own."""
 
 
 def each(function: Callable[..., R], matrices: Sequence[Tensor], *others: Sequence[Any]) -> list[R]:
-    """`function` of each matrix, and of what the other sequences have in its place.
+    """Call `function` with each matrix and the items of the other sequences at the same position.
 
     Results are in the order of the matrices. Of several errors, the first in this order is raised.
     """
@@ -33,7 +33,7 @@ def each(function: Callable[..., R], matrices: Sequence[Tensor], *others: Sequen
     grad = torch.is_grad_enabled()
 
     def work(index: int) -> R:
-        with torch.set_grad_enabled(grad):  # which every thread has its own setting of
+        with torch.set_grad_enabled(grad):  # a setting per thread
             return function(*arguments[index])
 
     futures: dict[int, Future[R]] = {}
@@ -45,14 +45,14 @@ def each(function: Callable[..., R], matrices: Sequence[Tensor], *others: Sequen
             futures[i].result() if i in futures else function(*a) for i, a in enumerate(arguments)
         ]
     finally:
-        for future in futures.values():  # what is left if one failed
+        for future in futures.values():  # those that have not started, if one failed
             future.cancel()
 
 
 def in_background(work: Callable[[], R]) -> Future[R] | None:
-    """The result of `work`, from a thread with a core to itself, while the calling one goes on.
+    """Run `work` in a thread with its own core while the calling thread goes on.
 
-    Work is done in the order of the calls. None if there are no more threads, as when Python ends.
+    Work is done in the order of the calls. None if Python is shutting down and starts no more threads.
     """
     return _submit(_pool(1, "kronfac-background"), work)
 
@@ -60,7 +60,7 @@ def in_background(work: Callable[[], R]) -> Future[R] | None:
 def _submit(pool: ThreadPoolExecutor, work: Callable[[], R]) -> Future[R] | None:
     try:
         return pool.submit(work)
-    except RuntimeError:  # Python ends: its pools take no more work, though other threads go on
+    except RuntimeError:  # Python is shutting down: pools take no more work
         return None
 
 
@@ -78,23 +78,23 @@ def _pool(threads: int, name: str = "kronfac") -> ThreadPoolExecutor:
             if future is not None:
                 future.result()
     except threading.BrokenBarrierError:
-        pool.shutdown(wait=False)  # and takes no work
+        pool.shutdown(wait=False)
     except BaseException:
         started.abort()
         pool.shutdown(wait=False)
         raise
     finally:
-        # A thread's own setting, but also what threads that start later begin with.
+        # The setting of a thread is also the first setting of threads that start later.
         torch.set_num_threads(before)
     return pool
 
 
 def _alone() -> None:
-    """One core for what this thread computes."""
-    torch.get_num_threads()  # a thread's first question sets it up, over what was set before
+    """Use one core for what this thread computes."""
+    torch.get_num_threads()  # the first call in a thread overwrites the thread's setting
     torch.set_num_threads(1)
 
 
-# A forked process has the pool and not its threads.
+# A forked process inherits the pool, but not its threads.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -1,10 +1,9 @@
 """Cholesky factors, inverses and eigendecompositions of symmetric positive (semi-)definite matrices.
 
-Each function checks its result and tries again in float64 before it gives up. This is not caution
-for its own sake: on the rank-deficient factors of a first mini-batch float32 `eigh` raises on some
-machines and returns NaN without a word on others, and a general inverse of a singular matrix is
-finite garbage. Cholesky's `info` catches NaN, infinity, singular and indefinite input alike, so
-everything that can goes through it.
+Each function checks its result, and tries again in float64 before it raises. The checks are needed: for the
+rank-deficient factors of a first mini-batch, float32 `eigh` raises on some machines and returns NaN on
+others, and `inv` of a singular matrix gives finite garbage. Cholesky's `info` detects NaN, infinity,
+singular and indefinite matrices alike, so all inverses use it.
 """
 
 from collections.abc import Sequence
@@ -15,13 +14,12 @@ from torch import Tensor
 from kronfac.errors import MemoryExhaustedError, NonFiniteError, NotPositiveDefiniteError
 from kronfac.linalg.parallel import LARGE, each
 
-# Multiples of the mean eigenvalue that are added to the diagonal, in float64, when Cholesky fails.
-# The largest is what float32 statistics are uncertain by: beyond it the matrix is not a rounding
-# error away from positive definite but wrong.
+# Multiples of the mean eigenvalue that are added to the diagonal, in float64, if Cholesky fails. The
+# largest is the rounding error of float32 statistics: a matrix that needs more is wrong.
 _JITTERS = (0.0, 1e-12, 1e-9, 1e-7, 1e-6)
 Failure = NonFiniteError | NotPositiveDefiniteError | MemoryExhaustedError
 LARGE_ON_GPU = 512
-"""Rows from which a matrix keeps a GPU busy by itself, and several at a time would only take memory."""
+"""Matrices with at least this many rows keep a GPU busy alone; a batch would only take memory."""
 
 
 def symmetrize(A: Tensor) -> Tensor:
@@ -30,7 +28,7 @@ def symmetrize(A: Tensor) -> Tensor:
 
 
 def shift_diagonal(A: Tensor, shift: Tensor) -> Tensor:
-    """A + shift · I, a copy; a diagonal one may be given, and is returned, as a vector."""
+    """A copy A + shift · I; a diagonal A may be given, and is returned, as a vector."""
     shifted = A.clone()
     (shifted if A.dim() == 1 else shifted.diagonal()).add_(shift)
     return shifted
@@ -68,7 +66,7 @@ def cholesky(A: Tensor, name: str = "matrix") -> Tensor:
 
 
 def _succeeded(L: Tensor, info: Tensor) -> bool:
-    """Whether all of these factors are what they should be."""
+    """Whether all of these Cholesky factors are valid."""
     good = (info == 0).all() & L.diagonal(dim1=-2, dim2=-1).isfinite().all()
     return bool(good)
 
@@ -92,7 +90,7 @@ def shifted_choleskys(
 
 
 def shifted_inverse(A: Tensor, shift: Tensor, name: str = "matrix") -> Tensor:
-    """`inverse` of A + shift · I; a diagonal one may be given, and is returned, as a vector."""
+    """The inverse of A + shift · I; a diagonal A may be given, and is returned, as a vector."""
     if A.dim() == 2:
         return inverse(shift_diagonal(A, shift), name)
     inverted = (A + shift).reciprocal_()
@@ -102,35 +100,35 @@ def shifted_inverse(A: Tensor, shift: Tensor, name: str = "matrix") -> Tensor:
 
 
 def batched_inverse(matrices: Tensor, shifts: Tensor, name: str = "matrix") -> Tensor:
-    """The inverse of every A + shift · I of a batch (n, size, size), in one call if all have one.
+    """The inverses of A + shift · I for a batch of matrices (n, size, size), in one call if all exist.
 
     Raises:
-        NonFiniteError, NotPositiveDefiniteError: one of them has none.
+        NonFiniteError, NotPositiveDefiniteError: one of them does not exist.
     """
     shifted = matrices.clone()
     shifted.diagonal(dim1=-2, dim2=-1).add_(shifts[:, None])
     L, info = torch.linalg.cholesky_ex(shifted)
     if _succeeded(L, info):
         return inverse_from_cholesky(L)
-    # One by one, each as far as it gets.
+    # One by one, with float64 and jitter where needed.
     return torch.stack([inverse(A, f"{name}[{i}]") for i, A in enumerate(shifted)])
 
 
 def shifted_inverses(
     matrices: Sequence[Tensor], shifts: Sequence[Tensor], names: Sequence[str]
 ) -> list[Tensor | Failure]:
-    """`shifted_inverse` of each: small ones of equal shape in one call, others in parallel.
+    """`shifted_inverse` of each matrix: small ones of equal shape in one call, others in parallel.
 
-    A matrix that has no inverse leaves its error in its place.
+    In place of an inverse that does not exist is the error.
     """
     results: dict[int, Tensor | Failure] = {}
     for indices in _equal_shapes(matrices):
         stack = torch.stack([matrices[i] for i in indices])
         stack.diagonal(dim1=1, dim2=2).add_(torch.stack([shifts[i] for i in indices])[:, None])
         L, info = torch.linalg.cholesky_ex(stack)
-        if _succeeded(L, info):  # else one by one, each as far as it gets
-            # Copies: a view into the stack is not aligned as a tensor by itself is, and products with it
-            # round differently, so that a run continued from a file would not be the same to the bit.
+        if _succeeded(L, info):  # else one by one below
+            # Copies: a view into the stack has another alignment, and products with it round differently.
+            # Then a run that is resumed from a file would not be the same bit for bit.
             inverses = [M.clone() for M in inverse_from_cholesky(L).unbind()]
             results |= zip(indices, inverses, strict=True)
 
@@ -141,7 +139,7 @@ def shifted_inverses(
             L = _shifted_cholesky(A, shift, name, room)
             return torch.cholesky_inverse(L, out=L)
         except (NonFiniteError, NotPositiveDefiniteError) as failure:
-            return failure.with_traceback(None)  # which holds what it was computed from
+            return failure.with_traceback(None)  # the traceback would keep all tensors alive
 
     rest = [i for i in range(len(matrices)) if i not in results]
     left = [matrices[i] for i in rest]
@@ -151,9 +149,9 @@ def shifted_inverses(
 
 
 def _rooms(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Memory for what each becomes, in columns, as LAPACK works: shifted, factorised and inverted in place.
+    """Memory in which each matrix is shifted, factorised and inverted in place, in LAPACK's column order.
 
-    It comes from the calling thread: what other threads take and give back, the C library keeps for them.
+    The calling thread allocates it: the C library keeps freed memory for the thread that allocated it.
     """
     return [M.new_empty(M.shape).mT if M.dim() == 2 else M for M in matrices]
 
@@ -169,7 +167,7 @@ def _shifted_cholesky(A: Tensor, shift: Tensor, name: str, room: Tensor) -> Tens
 
 
 def _equal_shapes(matrices: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of two or more small matrices of the same shape and kind."""
+    """The indices of small matrices, in groups of two or more with the same shape, dtype and device."""
     groups: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
     for i, M in enumerate(matrices):
         if M.dim() == 2 and len(M) < (LARGE if M.device.type == "cpu" else LARGE_ON_GPU):
@@ -190,7 +188,7 @@ def eigh(A: Tensor, name: str = "matrix") -> tuple[Tensor, Tensor]:
             values, vectors = torch.linalg.eigh(attempt)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             continue
-        # NaN in any vector shows in its column's sum; a silent failure fills whole columns.
+        # A NaN shows in the sum of its column; `eigh` fails by whole columns.
         if bool((values + vectors.sum(dim=0)).isfinite().all()):
             return values.clamp(min=0).to(A.dtype), vectors.to(A.dtype)
     raise NonFiniteError(
@@ -199,15 +197,14 @@ def eigh(A: Tensor, name: str = "matrix") -> tuple[Tensor, Tensor]:
 
 
 STRIP = 192
-"""Rows of the product that are computed at a time on a CPU: fewer make small products, more waste half of
-each on the diagonal. Measured for 250 to 1,000 vectors of 400 to 1,600 numbers."""
+"""Rows of the product that a CPU computes at a time. Fewer rows make slow small products; more rows waste
+half of each block on the diagonal. Measured for 250 to 1,000 vectors of 400 to 1,600 numbers."""
 
 
 def add_gram(total: Tensor | None, x: Tensor, decay: float, weight: float) -> Tensor:
     """decay · total + weight · xᵀx, (n, n), for x (vectors, n) and a symmetric `total`, or None for zeros.
 
-    Strip by strip, each up to the diagonal and then copied to its mirror image. A GPU would rather have the
-    whole of it at once.
+    Computed strip by strip, each up to the diagonal and then mirrored; on a GPU as one product.
     """
     n = x.shape[1]
     strips = round(n / STRIP) if x.device.type == "cpu" else 1
@@ -220,7 +217,7 @@ def add_gram(total: Tensor | None, x: Tensor, decay: float, weight: float) -> Te
         start, stop = strip * n // strips, (strip + 1) * n // strips
         own, left, right = result[start:stop, :stop], x[:, start:stop].mT, x[:, :stop]
         if total is None:
-            own.addmm_(left, right, beta=0, alpha=weight)  # β = 0 reads nothing of what was there
+            own.addmm_(left, right, beta=0, alpha=weight)  # β = 0 does not read the empty memory
         else:
             before = total[start:stop, :stop]
             torch.addmm(before, left, right, beta=decay, alpha=weight, out=own)

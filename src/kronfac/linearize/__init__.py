@@ -1,4 +1,4 @@
-"""The network around θ: f, J v and Jᵀ r, by hand for perceptrons, by torch for the rest [MG15 App. C]."""
+"""The network around θ: outputs f, J v and Jᵀ r, by hand for perceptrons, else by torch [MG15 App. C]."""
 
 from kronfac.linearize.base import Linearization as Linearization
 from kronfac.linearize.base import Traced as Traced

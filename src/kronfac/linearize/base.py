@@ -1,7 +1,7 @@
 """The network around θ on one micro-batch: outputs f, J v and Jᵀ r.
 
-Everything that a step asks of the network's derivatives goes through here. Layouts: outputs z of every loss
-call are (terms, event), J v of k directions (k, terms, event), vectors r like the outputs.
+All derivatives of the network that a step needs come from here. Layouts: the outputs z of a loss call are
+(terms, event), J v of k directions is (k, terms, event), and vectors r are like the outputs.
 """
 
 import math
@@ -25,16 +25,16 @@ from kronfac.record import Pass
 from kronfac.warn import warn
 
 TOLERANCE = 0.01
-"""How far rᵀJv and (Jᵀr)ᵀv may be apart: finite differences are off by some 1e-3 in float32."""
+"""The largest relative difference of rᵀJv and (Jᵀr)ᵀv: finite differences are off by 1e-3 in float32."""
 LENGTHS = (1.0, 0.125, 0.015625)
-"""Differences that are tried, in units of the usual one, until J v agrees with the gradient."""
+"""Lengths of finite differences, relative to the usual one, to try until J v agrees with the gradient."""
 SHARE = 0.0625
-"""Size of what v moves, in units of ‖θ‖: embeddings of size 0.02 stand beside scales of 1."""
+"""The scale of the parameters that v changes, relative to ‖θ‖: embeddings of 0.02 stand beside 1s."""
 WRONG_TANGENTS = (
-    "The curvature along a step does not agree with the gradient: the closure or the model computes "
-    "something from parameters that KFAC does not see again, or that has another derivative than its value "
-    "says (a parameter used outside of the model, a custom autograd function, detached values). Steps may "
-    "be too long or too short. Put what uses parameters into the model's forward."
+    "The curvature along a step does not agree with the gradient, so steps may be too long or too short. "
+    "The closure or the model uses a parameter where KFAC does not see it, or with another derivative than "
+    "its value has (a parameter used outside of the model, a custom autograd function, detached values). "
+    "Compute everything that uses parameters in the model's forward."
 )
 
 
@@ -47,16 +47,16 @@ class Linearization(ABC):
     @property
     @abstractmethod
     def outputs(self) -> Sequence[Tensor]:
-        """z of every loss call, without a graph."""
+        """The outputs z of every loss call, without a graph."""
 
     @property
     @abstractmethod
     def summed(self) -> bool:
-        """Whether the taps of some units are only their gradient, summed over the examples."""
+        """Whether some units have only their gradient summed over the examples as taps."""
 
     @abstractmethod
     def taps(self, vectors: Sequence[Tensor | None]) -> Sequence[Taps]:
-        """For rᵀf, the taps (ā and g) of every use of each unit, or only its Jᵀ r; None is a zero r."""
+        """The taps of every unit for rᵀf: ā and g of each use, or only Jᵀ r. None stands for r = 0."""
 
     @abstractmethod
     def jvp(self, directions: Sequence[Matrices]) -> list[Tensor]:
@@ -68,7 +68,7 @@ class Linearization(ABC):
 
 
 class Traced(Linearization):
-    """The graph of one forward pass, made when it is first needed."""
+    """By torch: the graph of one forward pass, made when it is first needed."""
 
     def __init__(self, network: Network, part: Pass) -> None:
         super().__init__(part)
@@ -90,12 +90,12 @@ class Traced(Linearization):
         return ends, raw, seen.uses
 
     def raw_outputs(self) -> list[Tensor]:
-        """z of every loss call in the shape that it got."""
+        """The outputs z of every loss call, in the shape that the loss received."""
         return self._graph[1]
 
     @property
     def outputs(self) -> Sequence[Tensor]:
-        """The outputs that a pass for J v has computed, if there was one; else those of the graph."""
+        """The outputs from a pass for J v if there was one, else from the graph."""
         if self._values is not None:
             return self._values
         return [end.detach() for end in self._graph[0]]
@@ -111,7 +111,7 @@ class Traced(Linearization):
         return self._graph[2].half_precision
 
     def taps(self, vectors: Sequence[Tensor | None]) -> list[Taps]:
-        """Taps; autograd computes no gradients of weights whose uses are recorded."""
+        """The taps; autograd computes no gradients of weights whose uses are recorded."""
         units, uses = self._network.units, self._graph[2]
         others = [p for unit in units if not unit.observed for p in unit.parameters]
         grads = self._backward(vectors, [*uses.edges, *others])
@@ -130,16 +130,16 @@ class Traced(Linearization):
     def jvp(self, directions: Sequence[Matrices]) -> list[Tensor]:
         learned = self._network.learned
         found = self._jvp(directions)
-        # Until the optimizer has taken a step.
+        # Compared until the optimizer has taken a step.
         if not learned.compared and not self._consistent(directions[0], found):
             return self._by_differences(directions)
         return found
 
     def _by_differences(self, directions: Sequence[Matrices]) -> list[Tensor]:
-        """J v by the longest differences that agree with the gradient; a warning if none do.
+        """J v by the longest differences that agree with the gradient; warn if none do.
 
-        An example may go another way at θ ± εv than at θ, as to another expert. It does so less often if
-        ε is smaller, whereas a derivative that is not the gradient's is as wrong at every ε.
+        At θ ± εv an example may take another path than at θ, such as to another expert. That is rarer for
+        smaller ε, whereas a wrong derivative is as wrong at every ε.
         """
         learned = self._network.learned
         learned.forward_mode, longest = False, learned.difference
@@ -157,9 +157,9 @@ class Traced(Linearization):
         return [terms.matrix(Jv) for terms, Jv in zip(self.part.terms, tangents, strict=True)]
 
     def _consistent(self, direction: Matrices, tangents: Sequence[Tensor]) -> bool:
-        """Whether rᵀ(J v) = (Jᵀ r)ᵀ v for r = w ⊙ J v, up to what finite differences are off by.
+        """Whether rᵀ(J v) = (Jᵀ r)ᵀ v for r = w ⊙ J v, up to the error of finite differences.
 
-        With the weights w of the terms: no step depends on the outputs at padding, which may be rough.
+        The weights w of the terms leave out padding, where outputs need not be smooth.
         """
         pairs = [(terms, Jv[0]) for terms, Jv in zip(self.part.terms, tangents, strict=True)]
         vectors = [terms.weigh(Jv) for terms, Jv in pairs]
@@ -167,10 +167,10 @@ class Traced(Linearization):
             float((r.double() * Jv.double()).sum())
             for r, (_, Jv) in zip(vectors, pairs, strict=True)
         )
-        # A graph of its own: finite differences have written to the parameters that this one was made of.
+        # A new graph: finite differences have written to the parameters of the old one.
         backward = float(dot(Traced(self._network, self.part).vjp(vectors), direction))
         if not (math.isfinite(forward) and math.isfinite(backward)):
-            return True  # such a step is refused
+            return True  # the step is refused elsewhere
         return abs(forward - backward) <= TOLERANCE * max(abs(forward), abs(backward))
 
     def vjp(self, vectors: Sequence[Tensor | None]) -> Matrices:
@@ -212,7 +212,7 @@ def outputs_and_jvp(
         try:
             return by_forward_mode(network, part, directions)
         except (NotImplementedError, RuntimeError) as error:
-            # Operations without a forward-mode derivative; another error comes up again below.
+            # An operation without a forward-mode derivative; any other error is raised again below.
             lasts = not out_of_memory(error)
         found = by_differences(network, part, directions)
         network.learned.forward_mode = not lasts
@@ -226,12 +226,12 @@ def by_differences(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The raw outputs of every loss call, up to ε², and J v there, (k, …), for any forward pass.
 
-    J v ≈ (f(θ + εv) − f(θ − εv)) / 2ε, with the same random numbers in both passes. The error is of the
-    order of ε² by curvature, and of the dtype's precision over ε by rounding. The two balance where ε ‖v‖
-    is the cube root of the precision, times the size of what v moves: less than ‖θ‖, which the weights of
-    1 in normalisation layers dominate. Kinks (ReLU) between the two points cost in proportion to ε. A jump,
-    where an example goes to another expert, costs its height over ε, and is rarer for a smaller ε:
-    `Traced` takes a smaller one where J v does not agree with the gradient.
+    J v ≈ (f(θ + εv) − f(θ − εv)) / 2ε, with the same random numbers in both passes. The error is of order
+    ε² from curvature and of order precision / ε from rounding. The two balance if ε ‖v‖ is the cube root of
+    the precision times the scale of the parameters that v changes. That is less than ‖θ‖, which the weights
+    of 1 in normalisation layers dominate. Kinks (ReLU) between the two points add an error proportional to
+    ε. A jump, where an example goes to another expert, adds its height over ε, and is rarer for a smaller
+    ε: `Traced` tries a smaller one if J v does not agree with the gradient.
     """
     theta = network.theta()
     size = float(dot(theta, theta)) ** 0.5 or 1.0
@@ -259,9 +259,9 @@ def by_forward_mode(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The raw outputs of every loss call, and J v there, (k, …), with dual numbers as parameters.
 
-    θ and its tangent go through one pass. The dual numbers are given to torch functions in the place of
-    parameters, in this thread alone: the model's code may do anything with its parameters, and other
-    threads that evaluate the model see nothing of it.
+    θ and its tangent go through one pass. Torch functions receive dual numbers in place of parameters, in
+    this thread only. So the model may use its parameters in any way, and other threads that evaluate it are
+    not affected.
 
     Raises:
         NotImplementedError, RuntimeError: an operation has no forward-mode derivative.
@@ -270,12 +270,12 @@ def by_forward_mode(
     found: list[list[Tensor]] = []
     values: list[Tensor] = []
     for direction in directions:
-        # At its end all tangents are gone, also if the pass fails.
+        # At its end all tangents are removed, also if the pass fails.
         with forward_ad.dual_level():
             pairs = zip(network.parameters, network.split(direction), strict=True)
-            # Copies: what a forward pass writes to its parameters is not for this pass to write.
+            # Copies, in case the forward pass writes to its parameters.
             duals = {id(p): forward_ad.make_dual(p.detach().clone(), v) for p, v in pairs}
-            # This makes no graph: dual numbers need no gradients.
+            # No graph is made: dual numbers need no gradients.
             with torch.enable_grad(), DualParameters(duals):
                 outputs = part.run(network.model)
             unpacked = [forward_ad.unpack_dual(z) for z in outputs]
@@ -285,7 +285,7 @@ def by_forward_mode(
 
 
 class DualParameters(TorchFunctionMode):
-    """Gives this thread's torch functions other tensors in the place of parameters, by their ids."""
+    """Replaces parameters, by their ids, in the arguments of this thread's torch functions."""
 
     def __init__(self, duals: Mapping[int, Tensor]) -> None:
         super().__init__()
@@ -295,24 +295,23 @@ class DualParameters(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         given = {name: self._replace(value) for name, value in (kwargs or {}).items()}
-        # What a model computes without gradients is a constant to backward mode: so it is here.
+        # As in backward mode, what a model computes without gradients is a constant.
         with nullcontext() if torch.is_grad_enabled() else forward_ad._set_fwd_grad_enabled(False):
             return func(*map(self._replace, args), **given)
 
     def _replace(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._duals.get(id(value), value)
-        if type(value) in (list, tuple):  # as recurrent layers get their weights
+        if type(value) in (list, tuple):  # the weights of recurrent layers
             return type(value)(map(self._replace, value))
         return value
 
 
 @cache
 def _load_decompositions() -> None:
-    """Let torch load what its first dual number needs, without the warning that this gives.
+    """Make the first dual number, for which torch loads further code, without torch's own warning.
 
-    It calls `torch.jit.script`, which is deprecated: `python -W error` would stop here, and the user can do
-    nothing about it.
+    That code calls the deprecated `torch.jit.script`, and would raise with `python -W error`.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated", DeprecationWarning)

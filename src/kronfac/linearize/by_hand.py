@@ -1,14 +1,13 @@
-"""By hand: a multi-layer perceptron, which is linear layers, elementwise functions and nothing else.
+"""By hand: multi-layer perceptrons, which consist of linear layers and elementwise functions only.
 
-Between two layers there are only functions φ of each number by itself there, so that J and Jᵀ are products
-of the weights with the slopes φ′(s):
+J and Jᵀ are then products of the weights with the slopes φ′(s) of these functions:
 
     forwards    ṡ_i = V_i ā_{i−1} + W_i ȧ_{i−1},   ȧ_i = φ′(s_i) ⊙ ṡ_i
     backwards   g_i = φ′(s_i) ⊙ (W_{i+1}ᵀ g_{i+1})
 
-That takes no graph and no dual numbers, whose administration is a good part of a small network's step, and
-all passes over the same examples share slopes and activations: the statistics', the Fisher products' and,
-if the closure is K-FAC's own, the gradient's. Nothing of the model is touched.
+This needs no graph and no dual numbers, whose overhead is a large part of a small network's step. All
+passes over the same examples share activations and slopes: for statistics, Fisher products and, if the
+closure is K-FAC's own, the gradient. The model itself is not called.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,7 +42,7 @@ class Trace:
     inputs: list[Tensor]
     """a_{i−1} of every layer, (examples, in)."""
     slopes: list[Slope | None]
-    """φ′(s_i) behind every layer; None if there is nothing."""
+    """φ′(s_i) after every layer; None without a function."""
     outputs: Tensor
     random: bool = False
     """Whether dropout has drawn masks, which are in the slopes."""
@@ -62,12 +61,12 @@ class Trace:
         return tangents
 
     def backwards(self, v: Tensor) -> Iterator[tuple[Unit, Tensor, Tensor]]:
-        """Every layer with its a_{i−1} and g_i, from the last to the first, one at a time in memory."""
+        """Every layer with its a_{i−1} and g_i, from last to first; one g is in memory at a time."""
         g = v
         for i, unit in reversed([*enumerate(self.units)]):
             slope = self.slopes[i]
             if slope is not None:
-                # v is not ours to write to.
+                # v belongs to the caller.
                 g = slope.times(g) if g is v else slope.times_(g)
             yield unit, self.inputs[i], g
             if i > 0:
@@ -84,7 +83,7 @@ class Trace:
 
 
 def augmented(unit: Unit, a: Tensor) -> Tensor:
-    """ā, with a column of ones if there is a bias."""
+    """ā: the inputs, with a column of ones if there is a bias."""
     return torch.cat([a, a.new_ones(len(a), 1)], dim=1) if len(unit.parameters) > 1 else a
 
 
@@ -126,7 +125,7 @@ class ByHand(Linearization):
         return False
 
     def taps(self, vectors: Sequence[Tensor | None]) -> list[list[Tap]]:
-        if all(r is None for r in vectors):  # inputs alone are wanted
+        if all(r is None for r in vectors):  # only the inputs are needed
             return [
                 [Tap(augmented(unit, a).unsqueeze(1), a.new_zeros(len(a), 1, unit.rows))]
                 for unit, a in zip(self.trace.units, self.trace.inputs, strict=True)
@@ -151,7 +150,7 @@ class ByHand(Linearization):
 
 
 def trace_of(network: Network, part: Pass) -> Trace | None:
-    """The trace of a pass; None if the network is no perceptron, or the pass no plain call."""
+    """The trace of a pass; None if the network is no perceptron, or the pass is not a plain call of it."""
     call = _only_call(part)
     if call is None:
         return None
@@ -159,7 +158,7 @@ def trace_of(network: Network, part: Pass) -> Trace | None:
 
 
 def trace_call(network: Network, call: ModelCall) -> Trace | None:
-    """The trace of a call of the model; None if it is no perceptron."""
+    """The trace of a call of the model; None if the model is not a perceptron."""
     way = _way(network, call)
     if way is None:
         return None
@@ -168,7 +167,7 @@ def trace_call(network: Network, call: ModelCall) -> Trace | None:
 
 
 def outputs_at(network: Network, part: Pass, delta: Matrices) -> Tensor | None:
-    """The outputs at θ + δ, without a write to the parameters; None if it is no perceptron."""
+    """The outputs at θ + δ without a write to the parameters; None if the model is not a perceptron."""
     call = _only_call(part)
     way = None if call is None else _way(network, call)
     if call is None or way is None:
@@ -181,7 +180,7 @@ def outputs_at(network: Network, part: Pass, delta: Matrices) -> Tensor | None:
 
 
 def _only_call(part: Pass) -> ModelCall | None:
-    """The only call of a pass, whose outputs are the input of the only loss; None for other passes."""
+    """The call of a pass with one call, whose output is the input of the one loss; else None."""
     call = part.steps[0]
     if len(part.steps) != 1 or len(part.losses) != 1 or not isinstance(call, ModelCall):
         return None
@@ -196,14 +195,14 @@ class _Way:
 
     x: Tensor
     front: list[nn.Module]
-    """The functions in front of the first layer, which are no part of J."""
+    """The functions before the first layer, which are not part of J."""
     segments: list[list[nn.Module]]
-    """The functions behind every layer."""
+    """The functions after every layer."""
 
     def forwards(
         self, layers: Iterable[Sequence[Tensor]], random: RandomState | None
     ) -> tuple[list[Tensor], list[Applied], Tensor]:
-        """Every layer's inputs a_{i−1}, what is behind it, and the outputs, for (weight, bias) by layer."""
+        """Every layer's inputs a_{i−1}, what comes after it, and the outputs, for layers (weight, bias)."""
         inputs: list[Tensor] = []
         behind: list[Applied] = []
         with torch.no_grad(), replay(random):
@@ -227,7 +226,7 @@ class _Way:
 
 
 def _way(network: Network, call: ModelCall) -> _Way | None:
-    """The layers and functions of a call; None if the model is no perceptron, or the call not plain."""
+    """The layers and functions of a call; None if the model is not a perceptron, or the call not plain."""
     modules = _modules(network.model)
     if modules is None or len(call.args) != 1 or call.kwargs:
         return None
@@ -237,7 +236,7 @@ def _way(network: Network, call: ModelCall) -> _Way | None:
         [*map(id, unit.parameters)] != [*map(id, _parameters(module))]
         for unit, module in zip(units, linear, strict=True)
     ):
-        return None  # a layer that is frozen, used twice or not at all, in another order
+        return None  # layers are frozen, shared, unused or in another order
     if not isinstance(x, Tensor) or x.dim() != 2 or x.dtype != network.dtype:
         return None
     front, *segments = _segments(modules)
@@ -250,7 +249,7 @@ def _parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
 
 
 def _segments(modules: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """The functions in front of the first layer, then those behind each."""
+    """The functions before the first layer, then those after each layer."""
     segments: list[list[nn.Module]] = [[]]
     for module in modules:
         if _elementwise(module):
@@ -261,7 +260,7 @@ def _segments(modules: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 def _modules(model: nn.Module) -> list[nn.Module] | None:
-    """The modules of nested `nn.Sequential`, in order; None if the model has anything else."""
+    """The modules of nested `nn.Sequential`, in order; None if there are other modules."""
     if not _plain(model):
         return None
     if type(model) is not nn.Sequential:
@@ -280,7 +279,7 @@ def _elementwise(module: nn.Module) -> bool:
 
 
 def hooks_on_all_modules() -> bool:
-    """Whether there are hooks on the passes of all modules, which a pass by hand would not call."""
+    """Whether there are global hooks on modules, which a pass by hand would not call."""
     return bool(
         _global_forward_hooks
         or _global_forward_pre_hooks
@@ -290,8 +289,8 @@ def hooks_on_all_modules() -> bool:
 
 
 def _plain(module: nn.Module) -> bool:
-    """Whether a call does what the class says: no hooks, nothing in place, no other forward function."""
-    own = module.__dict__  # past `nn.Module.__getattr__`, which is slow to say no
+    """Whether a call only does what its class does: no hooks, nothing in place, no replaced forward."""
+    own = module.__dict__  # `nn.Module.__getattr__` is slow for missing names
     return not (
         hooks_on_all_modules()
         or not without_hooks(module)
@@ -310,18 +309,18 @@ class PassByHand(NamedTuple):
 
     loss: Tensor
     batch: Batch
-    """With the examples' trace through the network, for all further passes."""
+    """With the trace of the examples, for all further passes."""
     factors: tuple[OuterProduct, ...] | None
-    """The gradient as outer products, if they are to be kept [MG15 §8]."""
+    """The gradient as outer products [MG15 §8], if they are kept."""
 
 
 @torch.no_grad()
 def pass_by_hand(
     closure: MiniBatchClosure, network: Network, keep_factors: bool
 ) -> PassByHand | None:
-    """Compute one mini-batch without a graph or hooks, and leave the gradients in the parameters.
+    """Compute loss and gradients of one mini-batch without a graph or hooks.
 
-    None if the model is no perceptron, or goes in chunks.
+    None if the model is not a perceptron, or if the mini-batch is divided into chunks.
     """
     if not closure.whole or _needs_graph(closure, network):
         return None
@@ -337,7 +336,7 @@ def pass_by_hand(
     with torch.enable_grad():
         loss = objective.module(outputs, targets)
     (slope,) = torch.autograd.grad(loss, outputs)
-    # First: old gradients and new ones need not be in memory together.
+    # First, so that old and new gradients are not in memory together.
     for p in network.parameters:
         p.grad = None
     factors: list[OuterProduct] = []
@@ -352,7 +351,7 @@ def pass_by_hand(
 
 
 def _needs_graph(closure: MiniBatchClosure, network: Network) -> bool:
-    """Whether something depends on torch's own backward pass, such as hooks."""
+    """Whether something needs torch's own backward pass, such as hooks."""
     return (
         closure.objective.of_pairs
         or mixed(closure.targets.device)

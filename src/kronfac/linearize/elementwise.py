@@ -1,8 +1,8 @@
-"""Functions φ of each number by itself, as they stand between two layers, and products with their slopes.
+"""Elementwise functions φ between two layers, and products with their slopes φ′(s).
 
-If torch has a kernel that makes φ′(s) ⊙ v of v and φ(s), the slopes themselves are never stored: φ(s) is,
-as the next layer's input, and a pass over memory is saved for every layer. If its kernel takes s, and so
-computes φ′(s) anew, the slopes are computed by it once. All others come from a graph.
+If torch has a kernel from v and φ(s) to φ′(s) ⊙ v, slopes are not stored: φ(s) is in memory as the next
+layer's input, and a pass over memory is saved. If torch's kernel takes s, it computes φ′(s) once. All other
+slopes come from a graph.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +19,10 @@ ELEMENTWISE: frozenset[type[nn.Module]] = frozenset(
         nn.ReLU6, nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Softsign, nn.Tanh,
     }
 )  # fmt: skip
-"""Exact types: a subclass may do something else."""
+"""Exact types, because a subclass may compute something else."""
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
-"""φ′(s) ⊙ v from v and a tensor that stands for the slopes."""
+"""From v and a tensor, such as φ(s), to φ′(s) ⊙ v."""
 _aten = torch.ops.aten
 
 
@@ -46,15 +46,15 @@ _BY_ARGUMENT: dict[type[nn.Module], Callable[[nn.Module, Tensor, Tensor], Tensor
     nn.GELU: lambda f, ones, s: _aten.gelu_backward(ones, s, approximate=f.approximate),
     nn.SiLU: lambda f, ones, s: _aten.silu_backward(ones, s),
 }
-"""Kernels that take s; put in ones, and φ′(s) comes back."""
+"""Kernels that take s; with v = 1 they return φ′(s)."""
 
 
 @dataclass(frozen=True)
 class Slope:
-    """φ′(s) for products with it."""
+    """Multiplies with φ′(s)."""
 
     tensor: Tensor
-    """φ(s), or φ′(s) itself, (rows, out)."""
+    """φ(s) or φ′(s), (rows, out)."""
     kernels: tuple[Kernel, Kernel] = _BY_SLOPE
 
     def times(self, v: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Slope:
 
 
 Applied = Slope | tuple[Tensor, Tensor] | None
-"""The slope behind a layer, or s and φ(s) with a graph to compute it from; None without a function."""
+"""The slope after a layer, or s and φ(s) with a graph to compute it from; None without a function."""
 
 
 def apply(functions: Sequence[nn.Module], s: Tensor) -> tuple[Tensor, Applied]:
@@ -92,12 +92,12 @@ def apply(functions: Sequence[nn.Module], s: Tensor) -> tuple[Tensor, Applied]:
 
 
 def slopes(found: Sequence[Applied]) -> list[Slope | None]:
-    """The slopes; those not known yet by one backward pass of torch from ones."""
+    """The slopes; those that have a graph by one backward pass from ones."""
     graphs = [pair for pair in found if isinstance(pair, tuple)]
     taken: Iterator[Tensor] = iter(())
     if graphs:
         s, values = zip(*graphs, strict=True)
-        # In the memory of one number each.
+        # Each in the memory of one number.
         ones = [value.new_ones(()).expand_as(value) for value in values]
         taken = iter(torch.autograd.grad(values, s, ones))
     return [Slope(next(taken)) if isinstance(item, tuple) else item for item in found]

@@ -1,12 +1,12 @@
-"""J as a matrix, from the statistics' own backward pass: outputs of one number for every example.
+"""J as a matrix, from the statistics' own backward pass, for models with one output number per example.
 
-A backward pass from r, with a number r_n for example n, shows ā and g of every use. What an example adds to
-the gradient is r_n times its row of J,
+A backward pass from r, with a number r_n for example n, shows ā and g of every use. The part of example n
+in the gradient is r_n times its row of J,
 
     J_n = (1 / r_n) Σ_uses Σ_places g āᵀ,
 
-so J v and Jᵀ r on the same examples are products with a matrix and need no pass. For small networks, whose
-passes are mostly administration. Layout: J is (examples, parameters), unit after unit.
+so that J v and Jᵀ r on the same examples are products with a matrix, and need no pass. This is for small
+networks, whose passes are mostly overhead. Layout: J is (examples, parameters), unit after unit.
 """
 
 import math
@@ -26,7 +26,7 @@ from kronfac.record.examples import norms_in_training
 
 
 def linearize(network: Network, part: Pass) -> Linearization:
-    """The network around θ on one micro-batch, by passes."""
+    """The network around θ on one micro-batch: by hand if it is a perceptron, else by torch."""
     trace = trace_of(network, part)
     return Traced(network, part) if trace is None else ByHand(part, trace)
 
@@ -36,7 +36,7 @@ class Linearizer:
 
     Args:
         network: the network.
-        keeps: whether statistics keep J of their examples, if they can.
+        keeps: whether to keep J of the statistics' examples, if possible.
     """
 
     def __init__(self, network: Network, keeps: bool = False) -> None:
@@ -44,14 +44,14 @@ class Linearizer:
         self._kept: list[Explicit] = []
 
     def __call__(self, part: Pass) -> Linearization:
-        """With J as a matrix, if it was kept for exactly these examples."""
+        """The network around θ on a micro-batch; with J as a matrix if it was kept for these examples."""
         for view in self._kept:
             if view.part is part:
                 return view
         return linearize(self._network, part)
 
     def for_statistics(self, part: Pass) -> Linearization:
-        """The network around θ on a micro-batch of the statistics, of which J is kept if it can be."""
+        """The network around θ on a micro-batch of the statistics; keep its J if possible."""
         view = linearize(self._network, part)
         if not self._keeps or not isinstance(view, Traced):
             return view
@@ -74,7 +74,7 @@ class Linearizer:
         Args:
             batch: the examples.
             directions: the vectors.
-            factor: what the terms count.
+            factor: the weight of the terms.
             world: the ranks that each have a part of the examples.
         """
         gram: Tensor | None = None
@@ -90,7 +90,7 @@ class Linearizer:
         if world.size > 1:
             totals = world.total(gram.flatten().tolist(), "fisher")
             gram = torch.tensor(totals, dtype=gram.dtype, device=gram.device).view_as(gram)
-        # Symmetric up to rounding: F_R is applied to one side only.
+        # It is symmetric up to rounding, as F_R is applied to one side only.
         return (gram + gram.mT).mul_(factor / 2)
 
     def fisher_product(
@@ -111,7 +111,7 @@ class Linearizer:
 
 
 class Explicit(Linearization):
-    """The passes of another linearization, until a backward pass has shown J."""
+    """Uses another linearization until a backward pass has given J, then J."""
 
     def __init__(self, network: Network, view: Linearization) -> None:
         super().__init__(view.part)
@@ -122,7 +122,7 @@ class Explicit(Linearization):
 
     @property
     def _passes(self) -> Linearization:
-        """The other linearization, computed again if its graph was freed."""
+        """The other linearization, made again if its graph was freed."""
         return linearize(self._network, self.part) if self._view is None else self._view
 
     @property
@@ -159,10 +159,10 @@ class Explicit(Linearization):
 
 
 def can_be_explicit(network: Network, batch: Batch) -> bool:
-    """Whether J of these examples is a matrix that one backward pass shows, and a small one.
+    """Whether one backward pass gives J of these examples as a matrix, and J is small.
 
-    Each example has one output, which depends on no other example, and every use of a parameter is seen.
-    Not before J v has been compared with Jᵀ r: what is wrong with a network shows there.
+    Every example must have one output, which depends on no other example, and all uses of parameters must
+    be recorded. It is False until J v has been compared with Jᵀ r, which shows faults of the network.
     """
     if not (network.learned.compared and network.learned.forward_mode):
         return False
@@ -177,7 +177,7 @@ def can_be_explicit(network: Network, batch: Batch) -> bool:
 
 
 def _scalar(part: Pass) -> bool:
-    """Whether there is one loss call, with one output of every example."""
+    """Whether there is one loss call, with one output per example."""
     if len(part.terms) != 1:
         return False
     (terms,) = part.terms
@@ -187,7 +187,7 @@ def _scalar(part: Pass) -> bool:
 def _jacobian(
     network: Network, part: Pass, taps: Sequence[Taps], r: Tensor | None
 ) -> Tensor | None:
-    """J, (examples, parameters); None if this backward pass does not show it."""
+    """J, (examples, parameters); None if this backward pass does not give it."""
     if r is None or not bool((r != 0).all()):
         return None
     columns: list[Tensor] = []

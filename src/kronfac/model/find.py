@@ -1,7 +1,7 @@
 """Which units a model has: what each trained parameter gets."""
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from kronfac.curvature import DiagonalBlock
 from kronfac.errors import UnsupportedModelError
 from kronfac.model.blocks import Blocks
-from kronfac.model.registry import Adapter, Layer, adapter_for, block_of, known_types
+from kronfac.model.registry import Adapter, Layer, adapter_for, block_of
 from kronfac.model.unit import Unit, refuse_dtypes
 
 
@@ -151,23 +151,14 @@ def _join(prefix: str, key: str) -> str:
 
 def _check(model: nn.Module, units: list[Unit], refused: list[tuple[str, str]]) -> None:
     if refused:
-        raise UnsupportedModelError(refusal(refused))
+        listed = ", ".join(f"{name!r} ({kind})" for name, kind in refused)
+        raise UnsupportedModelError(
+            f'Blocks(unsupported="refuse") refuses parameters of layers that KFAC does not know: {listed}. '
+            'Leave unsupported="diagonal", the default, which gives them a diagonal block; tell '
+            "kronfac.register how they use their parameters; or freeze them with requires_grad_(False)."
+        )
     if not units:
         raise UnsupportedModelError(
             f"KFAC found no trainable parameter in {type(model).__name__}; it has nothing to train."
         )
     refuse_dtypes(units)
-
-
-def refusal(parameters: Sequence[tuple[str, str]]) -> str:
-    """The message that refuses parameters, given by name and module type: all at once, by type."""
-    by_type: dict[str, list[str]] = defaultdict(list)
-    for name, kind in parameters:
-        by_type[kind].append(name)
-    listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in by_type.items())
-    return (
-        f'Blocks(unsupported="refuse") takes layers that it knows: {", ".join(known_types())}. Of others '
-        f'there are {listed}. Leave unsupported="diagonal", the default, which gives them a diagonal '
-        "block; tell kronfac.register how they use their parameters; or freeze them with "
-        "requires_grad_(False)."
-    )

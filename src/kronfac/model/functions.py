@@ -69,9 +69,7 @@ class SeeFunctions(TorchFunctionMode):
         super().__init__()
         self.uses = uses
         self.unseen: dict[int, str] = {}
-        """By the id of a parameter, the name of a function that was given it and is not understood."""
-        self.computed: set[int] = set()
-        """Ids of those of which such a function was given what is derived, not the parameter itself."""
+        """By the id of a parameter, why not all of its uses are understood."""
         self._hooked = hooked
         self._derived: dict[int, Derived] = {}
 
@@ -155,12 +153,15 @@ class SeeFunctions(TorchFunctionMode):
             elif (derived := self.derived(value)) is not None:
                 self.give_up(derived.roots, func, computed=True)
 
-    def give_up(self, parameters: Any, func: Function, *, computed: bool = False) -> None:
+    def give_up(
+        self, parameters: Sequence[Tensor], func: Function, *, computed: bool = False
+    ) -> None:
         """Remember that parameters, or what is computed from them, were used in a way not understood."""
+        name = f"torch's {getattr(func, '__name__', func)}"
+        given = f"{name} is given what is computed from it, not the parameter itself"
         for p in parameters:
-            if id(p) not in self.unseen:
-                self.unseen[id(p)] = getattr(func, "__name__", str(func))
-                self.computed |= {id(p)} if computed else set()
+            why = given if computed else f"used in {name}, which KFAC does not understand"
+            self.unseen.setdefault(id(p), why)
 
 
 def not_a_view(outputs: Tensor) -> Tensor:

@@ -9,14 +9,14 @@ through one eager pass without gradients.
 import re
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import set_stance
 from torch.nn import functional
-from torch.overrides import _pop_mode_temporarily
 
 from kronfac.curvature import Inputs
 from kronfac.linalg.spd import add_gram
@@ -31,7 +31,7 @@ from kronfac.model.side_effects import (
     register_hooks,
     remove_hooks,
     replay,
-    start_from,
+    without_traces,
 )
 
 GATES: dict[type[nn.Module], int] = {
@@ -50,12 +50,11 @@ _RESHAPES = re.compile(
 """Functions after which outputs of a layer still count as such: reshapes, casts, probabilities."""
 
 
-@dataclass(frozen=True)
-class MatrixLayout:
+class MatrixLayout(NamedTuple):
     """How a parameter is read as matrices, (matrices, rows, columns), each multiplied with vectors a."""
 
-    transposed: bool = False
-    """Whether it is stored as (in, out / groups, …), and not as (out, in / groups, …)."""
+    transposed: int = 0
+    """1 if it is stored as (in, out / groups, …), and not as (out, in / groups, …)."""
     groups: int = 1
     """Groups of rows with inputs of their own, as in grouped convolutions."""
     parts: int = 1
@@ -76,17 +75,18 @@ class MatrixLayout:
 
     def size(self, shape: torch.Size) -> tuple[int, int, int]:
         """Return the numbers of matrices, rows and columns for a parameter of this shape."""
-        matrices, rows = self.groups * self.parts, shape[0]
-        if self.transposed:
-            rows = self.groups * shape[1]
-        return matrices, rows // matrices, shape.numel() // rows
+        rows = self.groups * shape[1] if self.transposed else shape[0]
+        return self.groups * self.parts, rows // (self.groups * self.parts), shape.numel() // rows
+
+
+AS_IT_IS = MatrixLayout()
 
 
 @dataclass
 class Seen:
     """What forward passes have shown of one weight."""
 
-    layout: MatrixLayout = MatrixLayout()
+    layout: MatrixLayout = AS_IT_IS
     rows: int = 0
     """Vectors that it was multiplied with."""
     lookup: bool = False
@@ -98,17 +98,6 @@ class Seen:
     sampled: int = 0
     """Vectors in the sample."""
 
-    def facts(self) -> list[int]:
-        """Everything but the sample, to be sent to other processes."""
-        layout = (int(self.layout.transposed), self.layout.groups, self.layout.parts)
-        return [*layout, self.rows, int(self.lookup), int(self.head)]
-
-    @classmethod
-    def of(cls, facts: Sequence[int]) -> "Seen":
-        """The reverse."""
-        transposed, groups, parts, rows, lookup, head = facts
-        return cls(MatrixLayout(bool(transposed), groups, parts), rows, bool(lookup), bool(head))
-
     def merge(self, new: "Seen") -> None:
         """Add what another use, pass or process has shown."""
         first = not self.rows or (self.layout.transposed and not new.layout.transposed)
@@ -118,7 +107,7 @@ class Seen:
         self.lookup, self.head = self.lookup or new.lookup, self.head or new.head
         if new.layout.transposed == self.layout.transposed:
             parts = max(self.layout.parts, new.layout.parts)
-            self.layout = replace(self.layout, parts=parts)
+            self.layout = self.layout._replace(parts=parts)
             if new.gram is not None:
                 self.gram = new.gram if self.gram is None else self.gram + new.gram
                 self.sampled += new.sampled
@@ -127,6 +116,16 @@ class Seen:
 def precise(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of an optimizer's state for parameters of a dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _Output(NamedTuple):
+    """A tensor that a layer has computed, perhaps reshaped since."""
+
+    tensor: Tensor
+    weight: int
+    """The id of the layer's weight."""
+    features_last: bool
+    """Whether its last dimension is the layer's features, all of them."""
 
 
 class _Record:
@@ -139,9 +138,8 @@ class _Record:
     def __init__(self, observer: "InputObserver") -> None:
         self._observer = observer
         self.found: dict[int, Seen] = {}
-        self.outputs: dict[int, tuple[Tensor, set[int], int]] = {}
-        """Outputs of products, by id: the tensor, the weights, and its dimension of features from the end;
-        0 if that is not known."""
+        self.outputs: dict[int, _Output] = {}
+        """By the ids of tensors."""
 
     def knows(self, value: Any) -> bool:
         """Whether this is a parameter that is looked for."""
@@ -149,7 +147,7 @@ class _Record:
 
     def swapped(self, weight: Tensor) -> bool:
         """Whether a parameter is stored as (in, out / groups, …)."""
-        return id(weight) in self._observer.swapped
+        return bool(self._observer.layouts.get(id(weight), AS_IT_IS).transposed)
 
     def product(
         self,
@@ -160,20 +158,17 @@ class _Record:
     ) -> None:
         """outputs = Σ_p P x_p."""
         for p, x in factors:
-            if p is None or x is None or not self.knows(p):
-                continue
-            arranged = layout.arranged(outputs.detach())
-            stored = MatrixLayout(self.swapped(p), parts=self._observer.parts.get(id(p), 1))
-            self._add(p, stored, x, arranged[..., 0].numel(), layout.counts)
-            convolved = 1 - p.dim() if p.dim() > 2 else 0
-            feature = -1 if layout.arrange is None else convolved
-            self.outputs[id(outputs)] = (outputs, {id(p)}, feature)
+            if p is not None and x is not None and self.knows(p):
+                stored = self._observer.layouts.get(id(p), AS_IT_IS)
+                vectors = layout.arranged(outputs.detach())[..., 0].numel()
+                self._add(p, stored, x, vectors, layout.counts)
+                self.outputs[id(outputs)] = _Output(outputs, id(p), layout.arrange is None)
 
     def transposed(self, outputs: Tensor, weight: Tensor, x: Tensor) -> None:
         """outputs = Pᵀ x."""
         if self.knows(weight):
-            self._add(weight, MatrixLayout(True), x, x[..., 0].numel())
-            self.outputs[id(outputs)] = (outputs, {id(weight)}, -1)
+            self._add(weight, MatrixLayout(1), x, x[..., 0].numel())
+            self.outputs[id(outputs)] = _Output(outputs, id(weight), True)
 
     def lookup(self, outputs: Any, weight: Any, *ignored: Any) -> None:
         """outputs = Pᵀ e_i for indices i."""
@@ -190,7 +185,7 @@ class _Record:
         """outputs = Σ_p P x_p for rows in groups, with x_p (groups, examples, places, columns)."""
         for p, x in factors:
             if p is not None and isinstance(x, Tensor) and self.knows(p):
-                layout = MatrixLayout(self.swapped(p), groups=len(x))
+                layout = MatrixLayout(int(self.swapped(p)), groups=len(x))
                 self._add(p, layout, x, x[0, ..., 0].numel())
 
     def elementwise(self, *ignored: Any) -> None:
@@ -210,8 +205,8 @@ class _Record:
         if id(p) in self._observer.wanted and vectors:
             with full_precision(p.device):
                 a = self._sample(x, counts, layout.groups).to(precise(p.dtype))
-                grams = [add_gram(None, each, 0.0, 1.0) for each in a]
-            new.gram, new.sampled = torch.stack(grams), a.shape[1]
+                new.gram = torch.stack([add_gram(None, each, 0.0, 1.0) for each in a])
+            new.sampled = a.shape[1]
         self.found.setdefault(id(p), Seen()).merge(new)
 
     def _sample(self, x: Tensor | Inputs, counts: Tensor | None, groups: int) -> Tensor:
@@ -238,7 +233,7 @@ class _Mode(SeeFunctions):
     def __init__(self, observer: "InputObserver") -> None:
         self.record = _Record(observer)
         super().__init__(cast(Any, self.record), set())
-        self._device = observer.device
+        self._device = device_of(observer.model)
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -263,40 +258,35 @@ class _Mode(SeeFunctions):
             self._pass_on(name, known, result)
         return result
 
-    def _pass_on(self, name: str, known: tuple[Tensor, set[int], int], result: Any) -> None:
-        """Follow outputs of products through a reshape, and notice those that are split."""
-        x, ids, feature = known
-        for key in ids:
-            seen = self.record.found[key]
-            if (seen.layout.groups, seen.layout.parts) == (1, 1):
-                seen.layout = replace(seen.layout, parts=_parts(name, x, feature, result))
+    def _pass_on(self, name: str, known: _Output, result: Any) -> None:
+        """Follow the output of a product through a reshape, and notice if it is split."""
+        x, seen = known.tensor, self.record.found[known.weight]
+        if known.features_last and (seen.layout.groups, seen.layout.parts) == (1, 1):
+            seen.layout = seen.layout._replace(parts=_parts(name, x, result))
         for tensor in tensors_of(result):
-            same = tensor.shape == x.shape or (
-                name in ("view", "reshape") and tensor.shape[-1:] == x.shape[-1:] and feature == -1
-            )
-            self.record.outputs.setdefault(id(tensor), (tensor, ids, feature if same else 0))
+            joined = name in ("view", "reshape") and tensor.shape[-1:] == x.shape[-1:]
+            last = known.features_last and (joined or tensor.shape == x.shape)
+            after = _Output(tensor, known.weight, last)
+            self.record.outputs.setdefault(id(tensor), after)
 
     def note_outputs(self, outputs: Any) -> None:
         """Note the weights whose products are what the model returns."""
         if isinstance(outputs, Mapping):  # of Hugging Face: keys and values are no predictions
             outputs = {name: x for name, x in outputs.items() if name != "past_key_values"}
         for tensor in tensors_of(outputs):
-            for key in self.record.outputs.get(id(tensor), (None, ()))[1]:
-                self.record.found[key].head = True
+            if (known := self.record.outputs.get(id(tensor))) is not None:
+                self.record.found[known.weight].head = True
 
 
-def _parts(name: str, x: Tensor, feature: int, result: Any) -> int:
+def _parts(name: str, x: Tensor, result: Any) -> int:
     """Return into how many equal parts the features of x are split: q, k and v, gates, or 1 for none."""
-    if not feature:
-        return 1
-    dim = x.dim() + feature
-    if name in ("chunk", "split") and isinstance(result, (tuple, list)):
-        sizes = {part.shape[dim] for part in result}
-        return len(result) if len(sizes) == 1 and len(result) * max(sizes) == x.shape[dim] else 1
-    if name in ("view", "reshape", "unflatten") and dim == x.dim() - 1:
-        after = result.shape[dim:]  # (3, heads, features) in place of the features
-        whole = len(after) == 3 and after.numel() == x.shape[-1]
-        return 3 if whole and after[0] == 3 and result.shape[:dim] == x.shape[:dim] else 1
+    if name in ("chunk", "split"):
+        sizes = [part.shape[-1] for part in result]
+        return len(sizes) if sizes == [x.shape[-1] // len(sizes)] * len(sizes) else 1
+    before = result.shape[: x.dim() - 1] if isinstance(result, Tensor) else None
+    if name in ("view", "reshape", "unflatten") and before == x.shape[:-1]:
+        after = result.shape[x.dim() - 1 :]  # (3, heads, features) in place of the features
+        return 3 if len(after) == 3 and after[0] == 3 else 1
     return 1
 
 
@@ -312,24 +302,13 @@ class InputObserver:
         self.model, self.rows, self.turn = model, rows, 0
         self.weights: dict[int, Tensor] = {}
         self.wanted: Collection[int] = ()
-        self.swapped: set[int] = set()
-        """Ids of weights that are stored as (in, out / groups, …)."""
-        self.parts: dict[int, int] = {}
-        """Packed matrices in the weights of attention and recurrent layers, by id."""
-        self.passes = 0
-        """Forward passes that were seen since it was armed."""
+        self.layouts: dict[int, MatrixLayout] = {}
+        """Of weights that are packed or stored as (in, out / groups, …), by id."""
         self.found: dict[int, Seen] = {}
-        """What they have shown, by ids of weights."""
+        """What forward passes have shown since it was armed, by ids of weights."""
         self._handles: list[Any] = []
-        self._open: list[tuple[nn.Module, ExitStack]] = []
-        """The calls that are under way, the outermost first, and what they have entered."""
-        self._mode: _Mode | None = None
-        self._thread = 0
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the first parameter."""
-        return device_of(self.model)
+        self._call: tuple[nn.Module, int, _Mode, ExitStack] | None = None
+        """The outermost call under way: its module and thread, what it shows, and what it has entered."""
 
     @property
     def armed(self) -> bool:
@@ -348,85 +327,52 @@ class InputObserver:
         self.weights, self.wanted, self.turn = {id(p): p for p in weights}, wanted, turn
         for module in self.model.modules():
             adapter = adapter_for(module)
-            swapped = isinstance(adapter, Layer) and adapter.swapped(module) > 0
+            swapped = int(isinstance(adapter, Layer) and adapter.swapped(module) > 0)
             parts = next((n for kind, n in GATES.items() if isinstance(module, kind)), 1)
             for name, p in module._parameters.items() if swapped or parts > 1 else ():
-                if p is not None and swapped and p.dim() > 1:
-                    self.swapped.add(id(p))
-                if p is not None and name.startswith(PACKED):
-                    self.parts[id(p)] = parts
+                if p is not None and p.dim() > 1 and (swapped or name.startswith(PACKED)):
+                    self.layouts[id(p)] = MatrixLayout(swapped, parts=parts)
         for module in _eager_modules(self.model):
             self._handles += register_hooks(module, self._before, self._after)
 
     def disarm(self) -> dict[int, Seen]:
         """See no more, and return what was seen."""
         remove_hooks(self._handles)
-        while self._open:  # an interrupt has ended a forward pass without its hooks
-            self._open.pop()[1].close()
-        found, self.found, self.passes, self._handles = self.found, {}, 0, []
-        self.weights, self.swapped, self.parts, self._mode = {}, set(), {}, None
+        if self._call is not None:  # an interrupt has ended a forward pass without its hooks
+            self._call[-1].close()
+        found, self.found, self._handles, self._call = self.found, {}, [], None
+        self.weights, self.layouts = {}, {}
         return found
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward pre-hook."""
-        outermost, compiled = not self._open, hasattr(module, "_orig_mod")
-        if outermost:
-            in_backward = torch._C._current_graph_task_id() != -1
-            if in_backward or not torch.is_grad_enabled():
-                return
-            self._thread, self._mode = threading.get_ident(), _Mode(self)
-        elif self._thread != threading.get_ident():
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._call is not None or in_backward or not torch.is_grad_enabled():
             return
-        assert self._mode is not None
-        context = ExitStack()
-        if outermost and not compiled:
-            context.enter_context(self._mode)
-        elif compiled and not outermost:  # the compiler would trace the mode
-            context.enter_context(_pop_mode_temporarily())
-        self._open.append((module, context))
+        mode, context = _Mode(self), ExitStack()
+        if not _compiled(module):
+            context.enter_context(mode)
+        self._call = module, threading.get_ident(), mode, context
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         """A forward hook, called also if the forward pass failed."""
-        mine = self._open and self._open[-1][0] is module
-        if not mine or self._mode is None or self._thread != threading.get_ident():
+        if self._call is None or self._call[:2] != (module, threading.get_ident()):
             return
-        mode, returned = self._mode, outputs
-        self._open.pop()[1].close()
-        if outputs is not None and hasattr(module, "_orig_mod"):
-            returned = self._once_more(module._orig_mod, args, kwargs)
-        elif outputs is not None and hasattr(adapter := adapter_for(module), "uses"):
-            for use in adapter.uses(module, args, kwargs, outputs):  # type: ignore[union-attr]
-                factors = [(module._parameters[name], x) for name, x in use.inputs.items()]
-                mode.record.product(use.outputs, factors, Layout(use.arrange))
-        if self._open:
+        (_, _, mode, context), self._call = self._call, None
+        context.close()
+        if not any(tensor.requires_grad for tensor in tensors_of(outputs)):
             return
-        self._mode = None
-        if any(tensor.requires_grad for tensor in tensors_of(outputs)):
-            mode.note_outputs(returned)
-            self.passes += 1
-            for key, new in mode.record.found.items():
-                self.found.setdefault(key, Seen()).merge(new)
-
-    def _once_more(self, module: Any, args: Any, kwargs: Any) -> Any:
-        """Run a compiled module's own code on its inputs, without a trace; return its outputs."""
-        assert self._mode is not None
-        with torch.no_grad(), without_traces(module), ExitStack() as context:
-            if not self._open:
-                context.enter_context(self._mode)
-            return module(*args, **kwargs)
+        if _compiled(module):  # the compiler would trace the mode: its own code once more, without
+            with torch.no_grad(), without_traces(module), set_stance("force_eager"), mode:
+                outputs = getattr(module, "_orig_mod", module)(*args, **kwargs)
+        mode.note_outputs(outputs)
+        for key, new in mode.record.found.items():
+            self.found.setdefault(key, Seen()).merge(new)
 
 
-@contextmanager
-def without_traces(model: nn.Module) -> Iterator[None]:
-    """Leave random numbers and buffers as they are; a pass inside writes to copies."""
-    buffers = [
-        (module, name, buffer, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    with replay(RandomState.current(device_of(model))), start_from(buffers):
-        yield
+def _compiled(module: nn.Module) -> bool:
+    """Whether a module, or one inside of it, is compiled."""
+    return any(hasattr(each, "_orig_mod") for each in module.modules())
 
 
 def _eager_modules(model: nn.Module) -> Iterator[nn.Module]:

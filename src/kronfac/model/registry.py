@@ -133,11 +133,3 @@ def adapter_for(module: nn.Module) -> Adapter | None:
         if adapter is not None and (base is kind or subclasses):
             return adapter
     return _BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
-
-
-def known_types() -> list[str]:
-    """The names of the module types that have an adapter."""
-    return [
-        f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn") else kind.__name__
-        for kind in _ADAPTERS
-    ]

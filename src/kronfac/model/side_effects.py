@@ -90,18 +90,17 @@ def put_back(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 class Buffers:
-    """The buffers of a model, and which of them its forward pass writes to.
+    """The buffers of a model, and which of its modules write to theirs in a forward pass.
 
-    Running statistics are written by kernels that leave the version of a tensor as it is. So all buffers
-    of a module count as written if one is, and those of torch's normalisation layers while they train.
-    Kernels that write to buffers of other modules show in the values, which are compared once.
+    Kernels that write running statistics leave the version of a tensor as it is. So values are compared,
+    the first time that a module is called with the same modules in training. Torch's normalisation layers
+    write while they train.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._written: set[nn.Module] = set()
         self._compared: set[tuple[str, bytes]] = set()
-        self._versions = self._current_versions()
         self._normalises = any(isinstance(module, _NormBase) for module in model.modules())
 
     def snapshot(self) -> list[Kept]:
@@ -111,28 +110,15 @@ class Buffers:
         return self._copies(self._writes)
 
     def before_call(self, path: str) -> list[Kept]:
-        """Copies of the buffers that a call of this module may write to; for `after_call`, or `restore`.
-
-        Of all buffers the first time that it is called with the same modules in training: which of them
-        it writes to shows then.
-        """
+        """Copies of the buffers that a call of this module may write to; for `after_call`, or `restore`."""
         compared = self._call(path) in self._compared
         return self.snapshot() if compared else self._copies(lambda module: True)
 
     def after_call(self, path: str, kept: Sequence[Kept]) -> tuple[Kept, ...]:
         """What the call started from: the copies of all buffers that it writes to."""
-        versions = self._current_versions()
-        self._written |= {key[0] for key, now in versions.items() if self._versions.get(key) != now}
-        self._versions = versions
         if (call := self._call(path)) not in self._compared:
             self._compared.add(call)
-            self._written |= {
-                module
-                for module, name, buffer, value in kept
-                if module._buffers.get(name) is not buffer
-                # Those without storage have nothing to compare.
-                or not (buffer.is_meta or torch.equal(buffer, value))
-            }
+            self._written |= {copy[0] for copy in kept if is_changed(copy)}
         return tuple(self.written(kept))
 
     def written(self, kept: Sequence[Kept]) -> list[Kept]:
@@ -147,15 +133,6 @@ class Buffers:
             yield
         finally:
             restore(kept)
-
-    def _current_versions(self) -> dict[tuple[nn.Module, str], tuple[int, int]]:
-        """What tells whether a buffer has been written to or replaced."""
-        return {
-            (module, name): (id(buffer), buffer._version)
-            for module in self._model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        }
 
     def _call(self, path: str) -> tuple[str, bytes]:
         """What calls that write to the same buffers have in common."""
@@ -172,6 +149,14 @@ class Buffers:
             for name, buffer in module._buffers.items()
             if buffer is not None and not is_lazy(buffer) and wanted(module)
         ]
+
+
+def is_changed(kept: Kept) -> bool:
+    """Whether a buffer was written to or replaced since it was copied."""
+    module, name, buffer, value = kept
+    # Those without storage have nothing to compare.
+    same = buffer.is_meta or torch.equal(buffer, value)
+    return module._buffers.get(name) is not buffer or not same
 
 
 @torch.no_grad()
@@ -197,6 +182,19 @@ def start_from(kept: Sequence[Kept]) -> Iterator[None]:
     finally:
         for module, name, buffer in own:
             module._buffers[name] = buffer
+
+
+@contextmanager
+def without_traces(model: nn.Module) -> Iterator[None]:
+    """Leave random numbers and buffers as they are; a pass inside writes to copies."""
+    buffers = [
+        (module, name, buffer, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    with replay(RandomState.current(device_of(model))), start_from(buffers):
+        yield
 
 
 # --------------------------------------------------------------------------------------------- hooks

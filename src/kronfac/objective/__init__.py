@@ -1,4 +1,4 @@
-"""What the loss says: predictive distributions R_{y|z} over terms, with weights and a scale [MG15 §2.1]."""
+"""The loss: predictive distributions R_{y|z} over terms, with weights and a scale [MG15 §2.1]."""
 
 from kronfac.objective.gauss_newton import GaussNewton as GaussNewton
 from kronfac.objective.likelihoods import Bernoulli as Bernoulli
@@ -16,7 +16,6 @@ from kronfac.objective.losses import READERS as READERS
 from kronfac.objective.objective import Objective as Objective
 from kronfac.objective.objective import is_loss as is_loss
 from kronfac.objective.objective import objective_of as objective_of
-from kronfac.objective.observe import LISTENERS as LISTENERS
 from kronfac.objective.observe import least_squares as least_squares
 from kronfac.objective.observe import observe as observe
 from kronfac.objective.terms import Terms as Terms

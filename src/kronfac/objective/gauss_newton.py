@@ -1,7 +1,7 @@
-"""`kronfac.GaussNewton`: any loss that is convex in its outputs, by the generalised Gauss–Newton matrix.
+"""`kronfac.GaussNewton`: any loss that is convex in the outputs, by the generalised Gauss–Newton matrix.
 
-JᵀHJ with H = ∂²loss/∂z² of each term, from autograd, in the place of the Fisher JᵀF_R J [MG15 §2.1]. For
-the negative log-likelihood of an exponential family in its natural parameters the two are the same.
+The matrix is JᵀHJ, with H = ∂²loss/∂z² of each term from autograd, in place of the Fisher JᵀF_R J [MG15
+§2.1]. For the negative log-likelihood of an exponential family in its natural parameters they are the same.
 """
 
 import copy
@@ -16,16 +16,16 @@ from kronfac.objective.likelihoods import Likelihood, signs, unit_columns
 from kronfac.warn import warn
 
 TOLERANCE = 64
-"""Relative difference, in ε of the dtype, below which two sums of the same numbers are the same."""
+"""Relative difference, in ε of the dtype, up to which two sums count as equal."""
 
 
 class GaussNewton(Likelihood):
     """A loss (outputs, targets) → scalar with the curvature H = ∂²loss/∂z² of each of its terms.
 
-    The first dimension of outputs and targets is that of the terms, and the loss is a mean or a sum over
-    them: Σ_t ℓ(z_t, y_t), divided by their number if it is a mean. If ℓ is not convex, the negative
-    eigenvalues of H count as 0. Its cost for an event of d outputs is two backward passes through the loss
-    if the outputs do not meet in it (H is diagonal), else d of them and the eigenvalues of H, d × d.
+    The terms are along the first dimension of outputs and targets, and the loss is a mean or a sum over
+    them: Σ_t ℓ(z_t, y_t), divided by their number for a mean. If ℓ is not convex, negative eigenvalues of H
+    count as 0. With d outputs per term it costs two backward passes through the loss if H is diagonal, else
+    d passes and the eigendecomposition of H (d, d).
 
     Example:
         >>> optimizer = kronfac.KFAC(model, kronfac.GaussNewton(nn.SoftMarginLoss()))
@@ -37,7 +37,7 @@ class GaussNewton(Likelihood):
     def __init__(
         self, loss: Callable[[Tensor, Tensor], Tensor], reduction: str | None = None
     ) -> None:
-        """`reduction` is "mean" or "sum" over the terms; None for what the loss says, or else "mean"."""
+        """`reduction` is "mean" or "sum" over the terms; None for the loss's own, or else "mean"."""
         super().__init__()
         found = str(getattr(loss, "reduction", "mean")) if reduction is None else reduction
         if found not in ("mean", "batchmean", "sum"):
@@ -61,7 +61,7 @@ class GaussNewton(Likelihood):
         return self._for_event(outputs.shape[1:]), targets
 
     def _for_event(self, event: torch.Size) -> "GaussNewton":
-        """The likelihood of outputs whose event, which is flat elsewhere, has this shape."""
+        """The likelihood for outputs whose event, flat in `Terms`, has this shape."""
         result = copy.copy(self)
         result._event = event
         return result
@@ -112,12 +112,12 @@ class GaussNewton(Likelihood):
 
     @torch.no_grad()
     def check_terms(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse a loss that is no mean, or no sum, over its terms, and warn of one without curvature.
+        """Refuse a loss that is not a mean, or sum, over its terms; warn of a loss without curvature.
 
-        Asked once, as the host waits for it.
+        Checked once, because the host waits for the result.
 
         Raises:
-            UnsupportedLossError: it is none.
+            UnsupportedLossError: the loss is not a mean, or sum, over its terms.
         """
         if self._compared or len(outputs) < 2:
             return
@@ -132,17 +132,17 @@ class GaussNewton(Likelihood):
         eps = torch.finfo(outputs.dtype).eps
         if abs(float(whole - parts[0] - parts[1])) > TOLERANCE * eps * size:
             raise UnsupportedLossError(
-                f"GaussNewton takes the loss for a {self.reduction} over its terms, the first dimension, "
-                f"but over all {len(outputs)} terms it is not that of its two halves. If it is a "
-                f"{'mean' if self.summed else 'sum'}, say so with reduction=; if its terms depend on each "
-                "other, or it divides by a number of targets, KFAC can't take it apart."
+                f"GaussNewton needs a loss that is a {self.reduction} over its terms (dimension 0); "
+                f"the loss of {len(outputs)} terms does not follow from the losses of its two halves. If "
+                f"it is a {'mean' if self.summed else 'sum'}, pass reduction=. A loss whose terms depend "
+                "on each other, or that divides by a number of targets, is not supported."
             )
         given = self._for_event(outputs.shape[1:]).given(targets)
         if not bool(given._root(outputs.flatten(1)).any()):
             warn(
                 "The Hessian of the loss that GaussNewton was given is 0 at all outputs of the first "
-                "mini-batch, as it is if the loss is linear in them: KFAC is left with its damping. Take "
-                "the loss of logits instead of log-probabilities, or a loss with curvature, as HuberLoss.",
+                "mini-batch, like that of a linear loss: KFAC has no curvature but its damping. Use a loss "
+                "of logits instead of log-probabilities, or one with curvature, such as HuberLoss.",
             )
 
     def _root(self, outputs: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class GaussNewton(Likelihood):
             columns.append(product(basis))
         H = torch.stack(columns, dim=-1)  # (terms, event, event)
         if not bool(H.isfinite().all()):
-            return torch.full_like(H, float("nan"))  # such a step is refused
+            return torch.full_like(H, float("nan"))  # the step will be refused
         values, vectors = torch.linalg.eigh((H + H.mT) / 2)
         # The symmetric root: eigenvectors alone may change with the last digit of H.
         root: Tensor = (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)) @ vectors.mT
@@ -184,9 +184,9 @@ class GaussNewton(Likelihood):
 
 
 def _diagonal(sums: Tensor, product: Callable[[Tensor], Tensor]) -> bool:
-    """Whether H p = (H 1) ⊙ p for irregular p, which a matrix that is not diagonal has no reason to do."""
+    """Whether H p = (H 1) ⊙ p for an irregular p, which practically only diagonal matrices satisfy."""
     event = sums.shape[1]
-    # The fractional parts of multiples of the golden ratio: no linear relation with few integers.
+    # Fractional parts of multiples of the golden ratio: they have no linear relation with small integers.
     probe = (torch.arange(1, event + 1, device=sums.device) * 0.6180339887498949) % 1 + 0.5
     probe = probe.to(sums.dtype).expand_as(sums)
     found, expected = product(probe), sums * probe

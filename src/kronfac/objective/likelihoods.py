@@ -1,7 +1,6 @@
 """Predictive distributions R_{y|z} with natural parameters z [MG15 §2.1].
 
-Layout: outputs z are (terms, event). Everything here is per term and unscaled; `Terms` has the weights of
-terms in the objective.
+Layout: outputs z are (terms, event). All quantities are per term and without weights, which are in `Terms`.
 """
 
 import copy
@@ -22,22 +21,22 @@ L = TypeVar("L", bound="Likelihood")
 
 
 class Likelihood(nn.Module, ABC):
-    """A predictive distribution; called as a loss it is −log r(y|z) averaged over the terms.
+    """A predictive distribution; called as a loss it is the mean of −log r(y|z) over the terms.
 
-    The negative log-probability of a term is summed over its outputs, so that the loss is the paper's
-    objective h(θ) = E[−log p(y|x, θ)] and not that divided by the number of outputs.
+    A term's negative log-probability is summed over its outputs. So the loss is the paper's objective
+    h(θ) = E[−log p(y|x, θ)], not divided by the number of outputs.
     """
 
     saturates: ClassVar[bool] = False
-    """Whether the score is a difference of probabilities, which has no digits left if a term is all but
-    certain: if −log r is of the size of the dtype's ε."""
+    """Whether the score is a difference of probabilities. It has no correct digits if a term is almost
+    certain: if −log r is as small as the dtype's ε."""
     uses_targets: ClassVar[bool] = False
     """Whether its curvature depends on the targets."""
     needs_targets: ClassVar[bool] = False
     """Whether it is not even defined without them, as that of `GaussNewton`."""
     _targets: Tensor | None = None
     summed: bool = False
-    """Whether it is a sum over the terms if it is called as a loss; else it is a mean."""
+    """Whether, called as a loss, it is a sum over the terms; else it is a mean."""
 
     def given(self: L, targets: Tensor) -> L:
         """The likelihood of terms with these targets: itself, unless its curvature depends on them."""
@@ -48,7 +47,7 @@ class Likelihood(nn.Module, ABC):
         return result
 
     def arrange(self, outputs: Tensor, targets: Tensor) -> "tuple[Likelihood, Tensor]":
-        """The likelihood of flat events and its targets as `Terms` holds them, checked against outputs."""
+        """Check the targets; return the likelihood for flat events, and the targets as `Terms` has them."""
         self.check(outputs, targets)
         targets = targets.detach()
         return self, rows(outputs, targets) if targets.shape == outputs.shape else targets
@@ -58,20 +57,20 @@ class Likelihood(nn.Module, ABC):
         return likelihood_loss(self, outputs, targets)
 
     def reduced(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What a call returns: the mean over terms, or the sum if it is `summed`."""
+        """The value of a call: the mean over terms, or the sum if it is `summed`."""
         return self.negative_log_likelihood(outputs, targets) / len(outputs)
 
     @abstractmethod
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Σ over terms of −log r(y|z), up to summands without z."""
+        """Σ over terms of −log r(y|z), up to constants."""
 
     def noise(
         self, draws: int, outputs: torch.Size, like: Tensor, generator: torch.Generator
     ) -> Tensor:
         """The random numbers for `draws` targets of each term, (draws, terms, …); uniform in [0, 1).
 
-        Apart from `sample`, because a generator asked in chunks gives other numbers: they are drawn for the
-        terms of all chunks and ranks, or for a fixed part of them (`curvature/fisher.py`).
+        It is separate from `sample` because numbers drawn in other chunks would be different: they are
+        drawn for fixed blocks of the terms of all chunks and ranks (`curvature/fisher.py`).
         """
         return torch.rand(
             (draws, *outputs), dtype=like.dtype, device=like.device, generator=generator
@@ -81,7 +80,7 @@ class Likelihood(nn.Module, ABC):
         """Targets y ~ R_{y|z}, a deterministic function of z and one draw of `noise`.
 
         Raises:
-            TypeError: the curvature is no Fisher, and has no distribution of targets.
+            TypeError: this loss is not a distribution.
         """
         raise TypeError(
             f"{type(self).__name__} is a loss and not a distribution: it has no targets to draw."
@@ -92,7 +91,7 @@ class Likelihood(nn.Module, ABC):
         """∂(−log r(y|z))/∂z, (terms, event)."""
 
     def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        """The score at a target that R_{y|z} itself drew: E[score scoreᵀ] = F_R."""
+        """The score at a target drawn from R_{y|z}: E[score scoreᵀ] = F_R."""
         return self.score(outputs, self.sample(outputs, noise))
 
     @abstractmethod
@@ -104,7 +103,7 @@ class Likelihood(nn.Module, ABC):
         """Vectors r₁, r₂, … (terms, event) with Σ_j r_j r_jᵀ = F_R."""
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse targets that do not fit, before broadcasting can make sense of them."""
+        """Refuse targets of another shape, which might broadcast without an error."""
         if targets.shape != outputs.shape:
             raise TargetError(
                 f"KFAC reads this loss as {type(self).__name__}, which needs targets of the outputs' shape "
@@ -113,19 +112,19 @@ class Likelihood(nn.Module, ABC):
             )
 
     def _positive(self, name: str, value: float) -> float:
-        """An argument of the constructor, which is positive and finite."""
+        """A positive, finite argument of the constructor."""
         if not 0 < value < math.inf:
             raise ValueError(f"{type(self).__name__} needs a positive {name}; got {value}.")
         return value
 
     def extra_repr(self) -> str:
-        """The arguments of the constructor, by the attributes that have their names."""
+        """The constructor's arguments, from the attributes of the same names."""
         names = [name for name in inspect.signature(type(self)).parameters if hasattr(self, name)]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
 def likelihood_loss(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean over terms of −log r(y|z); a function that K-FAC sees the calls of, as of torch's losses."""
+    """Mean over terms of −log r(y|z); K-FAC can see calls of this function, as of torch's losses."""
     if has_torch_function_variadic(outputs, targets):
         loss: Tensor = handle_torch_function(
             likelihood_loss, (outputs, targets), likelihood, outputs, targets
@@ -153,8 +152,8 @@ class ElementwiseLikelihood(Likelihood):
     def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:
         """±√f with a random sign.
 
-        Its second moment is F_R, as that of the score at a drawn target, and the square of each element is
-        f itself and not f on average.
+        Its second moment is F_R, like that of the score at a drawn target. But the square of each element
+        is exactly f, not only on average.
         """
         return self.fisher_diagonal(outputs).sqrt() * signs(noise)
 
@@ -180,7 +179,7 @@ def _normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) ->
 
 
 class Gaussian(ElementwiseLikelihood):
-    """N(z, σ² I): −log r = ‖y − z‖² / 2σ² up to a constant, which is left out; F_R = I / σ²."""
+    """N(z, σ² I): −log r = ‖y − z‖² / 2σ² up to a constant; F_R = I / σ²."""
 
     def __init__(self, variance: float = 1.0) -> None:
         """σ² = `variance`; the default makes the loss ½ ‖y − z‖²."""
@@ -202,7 +201,7 @@ class Gaussian(ElementwiseLikelihood):
         return (outputs - targets) / self.variance
 
     def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        """(z − (z + σε)) / σ² = −ε/σ: outputs of 1e10 would leave no digit of ε, and a Fisher of 0."""
+        """(z − (z + σε)) / σ² = −ε/σ. By `score`, outputs of 1e10 would round ε away."""
         return noise / -math.sqrt(self.variance)
 
     def fisher_diagonal(self, outputs: Tensor) -> Tensor:
@@ -212,8 +211,8 @@ class Gaussian(ElementwiseLikelihood):
 class Residual(Gaussian):
     """`Gaussian` for outputs that are residuals, with targets drawn as z ± σ, each output by itself.
 
-    E[r rᵀ] = F_R as for normal draws. If a term is a single number, r² = 1/σ² whatever is drawn: the
-    sampled Fisher is the exact one, at the same cost.
+    E[r rᵀ] = F_R as for normal draws. If a term is a single number, r² = 1/σ² for every draw: the sampled
+    Fisher is then exact, at the same cost.
     """
 
     def noise(
@@ -226,7 +225,7 @@ class Residual(Gaussian):
 class Bernoulli(ElementwiseLikelihood):
     """Independent Bernoulli outputs with logits z: F_R = diag(p (1 − p)), p = σ(z).
 
-    Targets may be anything in [0, 1], as the grey levels of an image are.
+    Targets may be any numbers in [0, 1], such as the grey levels of an image.
     """
 
     saturates: ClassVar[bool] = True
@@ -247,8 +246,8 @@ class Bernoulli(ElementwiseLikelihood):
 
 
 SMALLEST_VARIANCE = 1e-12
-"""Lower bound of p (1 − p), which is also that of torch's gradient. Behind a sigmoid that is saturated the
-Jacobian is 0, and so is the curvature: 0 · 1/0 would be none."""
+"""Lower bound of p (1 − p), the same as in torch's gradient. After a saturated sigmoid the Jacobian is 0,
+and the curvature should be 0 too, not 0 · 1/0."""
 
 
 class BernoulliProbability(ElementwiseLikelihood):
@@ -272,8 +271,8 @@ class BernoulliProbability(ElementwiseLikelihood):
 class Categorical(Likelihood):
     """One of K classes with logits z: F_R = diag(p) − p pᵀ, p = softmax(z).
 
-    Targets are class indices (terms,) or distributions over the classes (terms, K). Label smoothing
-    ε replaces a target q by (1 − ε) q + ε/K, which leaves the Fisher as it is.
+    Targets are class indices (terms,) or distributions over the classes (terms, K). Label smoothing ε
+    replaces a target q by (1 − ε) q + ε/K, which does not change the Fisher.
     """
 
     saturates: ClassVar[bool] = True
@@ -297,7 +296,7 @@ class Categorical(Likelihood):
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         """The inverse of the cumulative distribution at `noise`."""
         cumulative = outputs.softmax(dim=-1).cumsum(dim=-1)
-        # Rounding may leave the last sum below a draw close to 1: the last class takes it.
+        # By rounding, the last sum may be below a draw close to 1, which is then of the last class.
         index = torch.searchsorted(cumulative, noise.unsqueeze(-1), right=True).squeeze(-1)
         return index.clamp_(max=outputs.shape[-1] - 1)
 
@@ -307,11 +306,11 @@ class Categorical(Likelihood):
         if not targets.is_floating_point():
             return _less_at_(p - uniform if smoothing else p, targets, 1 - smoothing)
         q = (1 - smoothing) * targets + uniform
-        # softmax · Σq, not softmax: the gradient of −Σ q log p also if q does not sum to one.
+        # softmax · Σq: the gradient of −Σ q log p also if q does not sum to one.
         return p * q.sum(dim=-1, keepdim=True) - q
 
     def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        """softmax(z) − e_y: without the label smoothing, which is of the training targets alone."""
+        """softmax(z) − e_y, without label smoothing, which is only for training targets."""
         return _less_at_(outputs.softmax(dim=-1), self.sample(outputs, noise), 1.0)
 
     def fisher_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
@@ -340,13 +339,13 @@ class Categorical(Likelihood):
 
 
 def _less_at_(p: Tensor, index: Tensor, amount: float) -> Tensor:
-    """p − amount · e_y, written into p; not by `one_hot`, which asks the device for its largest index."""
+    """p − amount · e_y, written into p. `one_hot` would wait for the device to find its largest index."""
     at = index.unsqueeze(-1)
     return p.scatter_add_(-1, at, p.new_full((), -amount).expand(at.shape))
 
 
 BISECTIONS = 64
-"""Halvings of the interval that a drawn count lies in, in integers: more than a float64 tells apart."""
+"""Halvings of the interval of integers around a drawn count: more than float64 can distinguish."""
 
 
 class Poisson(ElementwiseLikelihood):
@@ -393,11 +392,12 @@ class Poisson(ElementwiseLikelihood):
 class Huber(ElementwiseLikelihood):
     """c · Σ_j ρ_δ(z_j − y_j), ρ_δ(r) = r²/2 if |r| ≤ δ, else δ (|r| − δ/2).
 
-    Its curvature is c · diag(min(1, δ/|r_j|)): that of the parabola which touches the loss at r and at −r
-    and lies above it everywhere else, as in iteratively reweighted least squares.
+    Its curvature is c · diag(min(1, δ/|r_j|)): that of the parabola that touches the loss at r and −r and
+    is above it elsewhere, as in iteratively reweighted least squares.
 
-    Deviation: it is neither the Fisher nor the Hessian, which is 0 if |r| > δ, so that examples with large
-    residuals had a gradient but no curvature. `GaussNewton(torch.nn.HuberLoss())` has the Hessian.
+    Deviation: this is neither the Fisher nor the Hessian. The Hessian is 0 if |r| > δ, so that examples
+    with large residuals would have a gradient but no curvature; `GaussNewton(torch.nn.HuberLoss())` uses
+    it.
     """
 
     uses_targets: ClassVar[bool] = True
@@ -416,7 +416,7 @@ class Huber(ElementwiseLikelihood):
         return self.curvature * (outputs - targets).clamp(-self.delta, self.delta)
 
     def fisher_diagonal(self, outputs: Tensor) -> Tensor:
-        """c min(1, δ/|r|); c, its upper bound, if the targets are not known."""
+        """c min(1, δ/|r|), or its upper bound c if the targets are unknown."""
         if self._targets is None:
             return torch.full_like(outputs, self.curvature)
         size = (outputs - self._targets).abs().clamp(min=self.delta)
@@ -426,8 +426,8 @@ class Huber(ElementwiseLikelihood):
 class HeteroscedasticGaussian(ElementwiseLikelihood):
     """Independent Gaussians with outputs z = (μ, v): F_R = diag(1/v, 1/(2v²)).
 
-    −log r = ½ Σ_j (log v_j + (y_j − μ_j)²/v_j) up to a constant, which is left out. However the network
-    makes v positive (an exponential, softplus), the Fisher in its parameters is the same.
+    −log r = ½ Σ_j (log v_j + (y_j − μ_j)²/v_j) up to a constant. The network makes v positive, by an
+    exponential or softplus, for example.
     """
 
     def __init__(self, eps: float = 1e-6) -> None:
@@ -437,7 +437,7 @@ class HeteroscedasticGaussian(ElementwiseLikelihood):
 
     def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         mean, variance = outputs.chunk(2, dim=-1)
-        # With the gradient as if it were not clamped, or a variance that has become too small stayed so.
+        # With the gradient of the unclamped variance: a variance below `eps` could not grow otherwise.
         return mean, variance + (variance.clamp(min=self.eps) - variance).detach()
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -459,7 +459,7 @@ class HeteroscedasticGaussian(ElementwiseLikelihood):
         return torch.cat((residual, (1 / variance - residual.square()) / 2), dim=-1)
 
     def sampled_score(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        """(−ε/√v, (1 − ε²)/2v): means of 1e10 would leave no digit of ε."""
+        """(−ε/√v, (1 − ε²)/2v). By `score`, means of 1e10 would round ε away."""
         _, variance = self._split(outputs)
         return torch.cat((-noise / variance.sqrt(), (1 - noise.square()) / (2 * variance)), dim=-1)
 

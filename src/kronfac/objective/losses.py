@@ -13,7 +13,7 @@
 | `cross_entropy`, `nll_loss` | Categorical | 1 / Σw | 1 |
 
 So `MSELoss()` is the average negative log-likelihood of a Gaussian with variance event / 2. A loss module
-of torch calls the function of the same name with its options as keywords, so both are read here. `LOSSES`
+of torch calls the function of the same name with its options as keywords: one reader serves both. `LOSSES`
 is the table of all of them.
 """
 
@@ -49,7 +49,7 @@ Reader = Callable[..., Terms]
 def is_mean(
     name: str, reduction: str, size_average: bool | None = None, reduce: bool | None = None
 ) -> bool:
-    """Whether the loss is a mean; False if it is a sum, or is left for the caller to reduce.
+    """Whether the loss is a mean; False if it is a sum, or has no reduction.
 
     Raises:
         UnsupportedLossError: the reduction is unknown, or is given by arguments that torch has deprecated.
@@ -80,8 +80,8 @@ def elementwise(
         input: the outputs.
         target: of the same shape.
         mean: whether the loss is a mean over all outputs; else it is a sum.
-        weight: of each output, of a shape that expands to the outputs'.
-        over_weights: whether a mean divides by the sum of the weights; else by the number of outputs.
+        weight: of each output, in a shape that expands to that of the outputs.
+        over_weights: whether a mean divides by the sum of the weights, not by the number of outputs.
     """
     likelihood.check(input, target)
     shape = input.shape if input.dim() else torch.Size((1,))
@@ -155,8 +155,8 @@ def _read_classes(
         return terms(scale, None if weight is None else smoothed @ weight, targets)
     kept = targets != ignore_index
     if weight is None and not targets.is_cuda and bool(kept.all()):
-        return terms(scale, None, targets)  # on a GPU the question would cost a synchronisation
-    # Not −100, which is no class: whatever is there is multiplied by 0.
+        return terms(scale, None, targets)  # on a GPU `kept.all()` would be a synchronisation
+    # −100 is no class; the replacement has the weight 0.
     targets = targets.where(kept, torch.zeros((), dtype=targets.dtype, device=targets.device))
     of_class = input.new_ones(()) if weight is None else weight[targets]
     sums = float(classes) if weight is None else weight.sum()
@@ -176,7 +176,7 @@ def _read_likelihood(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -
 
 
 def join_gaussian_nll(input: Tensor, target: Tensor, var: Tensor | float, **options: Any) -> Tensor:
-    """`gaussian_nll_loss` as a function of one tensor. A variance that is not learned has no Jacobian."""
+    """`gaussian_nll_loss` as a function of one tensor; a constant variance gets a Jacobian of 0."""
     mean = input if input.dim() else input.reshape(1)
     if not isinstance(var, Tensor):
         var = torch.full_like(mean, var)
@@ -218,7 +218,7 @@ def _read_pairs(
 JOINED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     functional.gaussian_nll_loss: join_gaussian_nll
 }
-"""What K-FAC calls in the place of a loss function, so that the call is about one tensor."""
+"""What K-FAC calls in place of a loss function, so that the call has one input tensor."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class TorchLoss:
 
     function: Callable[..., Tensor]
     likelihood: Callable[..., Likelihood]
-    """From `options` and other keyword arguments of the function to the likelihood of a term."""
+    """From `options` and other keyword arguments to the likelihood of a term."""
     options: tuple[str, ...] = ()
     """The module's attributes that are arguments of the likelihood."""
     weights: tuple[str, ...] = ()
@@ -235,7 +235,7 @@ class TorchLoss:
     over_weights: bool = False
     """Whether an element-wise mean divides by the sum of the weights."""
     classes: bool = False
-    """Whether its outputs are the logits of one distribution; else it is element-wise."""
+    """Whether the outputs of a term are the logits of one distribution; else the loss is element-wise."""
 
     @property
     def read(self) -> Reader:
@@ -255,14 +255,14 @@ def smooth_l1(beta: float = 1.0) -> Huber:
     """
     if beta == 0:
         raise UnsupportedLossError(
-            "KFAC needs smooth_l1_loss with a positive beta: with 0 it is the absolute value, whose "
-            "curvature has no bound. Use a beta of about the smallest residual that matters."
+            "KFAC needs smooth_l1_loss with a positive beta: beta=0 is the absolute value, whose curvature "
+            "is unbounded. Use a beta of about the smallest residual that matters."
         )
     return Huber(beta, 1 / beta)
 
 
 _SQUARE, _LOGISTIC = Gaussian(variance=0.5), Bernoulli()
-"""Made once: they are modules, which take longer to make than all else here."""
+"""Made once, because making a module takes longer than everything else here."""
 
 LOSSES: dict[type[nn.Module], TorchLoss] = {
     nn.MSELoss: TorchLoss(functional.mse_loss, lambda: _SQUARE, over_weights=True),

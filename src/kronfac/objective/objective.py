@@ -1,4 +1,4 @@
-"""The loss that KFAC is given: a module, and how its calls are read."""
+"""The loss that KFAC is given: a module, and how to read its calls."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,19 +15,19 @@ from kronfac.objective.terms import Terms
 
 @dataclass(frozen=True)
 class Objective:
-    """What `KFAC.closure` minimises, and what a closure is taken to minimise if no loss call is seen."""
+    """What `KFAC.closure` minimises, and what K-FAC assumes of a closure in which it sees no loss call."""
 
     module: nn.Module
-    """What the user calls."""
+    """The loss module that the user calls."""
     likelihood: Likelihood
     function: Callable[..., Tensor]
-    """What the module calls."""
+    """The function that the module calls."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Its keyword arguments there."""
+    """The function's keyword arguments."""
     mean: bool = True
     """Whether the loss is a mean; else it is a sum."""
     over_outputs: bool = False
-    """Whether the mean is also over the outputs of a term, as torch's element-wise losses take it."""
+    """Whether the mean is also over the outputs of a term, as in torch's element-wise losses."""
 
     @property
     def of_pairs(self) -> bool:
@@ -38,7 +38,7 @@ class Objective:
         """The loss of what the model returned.
 
         Raises:
-            UnsupportedModelError: a loss of mean and variance got something else.
+            UnsupportedModelError: the model did not return what the loss needs.
         """
         if self.of_pairs:
             if not isinstance(outputs, (tuple, list)) or len(outputs) != 2:
@@ -69,7 +69,7 @@ class Objective:
         return READERS[self.function](*first, outputs, targets, **self.options)
 
     def denominator(self, targets: Tensor) -> float:
-        """What a mean over these targets divides by, relative to others; 0 if all of them are ignored."""
+        """The divisor of a mean over these targets, up to a constant; 0 if all of them are ignored."""
         if "ignore_index" not in self.options or targets.is_floating_point():
             return float(len(targets))
         kept = targets != self.options["ignore_index"]
@@ -79,16 +79,16 @@ class Objective:
         return float(weight[targets.where(kept, torch.zeros_like(targets))][kept].sum())
 
     def declare(self, shape: torch.Size) -> Terms:
-        """The terms of a call with outputs of this shape, if nothing is known of its targets.
+        """The terms of a call with outputs of this shape, without known targets.
 
         Raises:
-            ClosureError: the loss has no curvature that its shape alone tells.
+            ClosureError: the curvature does not follow from the shape alone.
         """
         if self.of_pairs:
             raise ClosureError(
-                f"The closure did not call {type(self.module).__name__} where KFAC sees it, and the "
-                "model's outputs alone do not say which are means and which are variances. Call it in the "
-                "closure, or declare the outputs with kronfac.observe and kronfac.HeteroscedasticGaussian."
+                f"KFAC saw no call of {type(self.module).__name__} in the closure, and the model's outputs "
+                "alone do not show which are means and which are variances. Call the loss in the closure, "
+                "or declare the outputs with kronfac.observe and kronfac.HeteroscedasticGaussian."
             )
         channels = isinstance(self.likelihood, Categorical) and len(shape) > 1
         terms = Terms(self.likelihood, shape, summed=not self.mean, channels=channels)
@@ -99,15 +99,15 @@ class Objective:
 
 
 def is_loss(module: nn.Module) -> bool:
-    """Whether a module is a loss that is known, and no model."""
+    """Whether a module is a loss that KFAC knows."""
     return isinstance(module, Likelihood) or type(module) in LOSSES
 
 
 def objective_of(loss: nn.Module) -> Objective:
-    """The objective that a loss module computes.
+    """The objective of a loss module.
 
     Raises:
-        UnsupportedLossError: the module is not one that KFAC knows, or is no scalar.
+        UnsupportedLossError: KFAC does not know the module, or its loss is not a scalar.
     """
     if isinstance(loss, Likelihood):
         return Objective(loss, loss, likelihood_loss, mean=not loss.summed)

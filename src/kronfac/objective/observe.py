@@ -1,8 +1,6 @@
-"""Losses written by hand: `kronfac.observe` declares predictions, `kronfac.least_squares` has residuals."""
+"""Losses written by hand: `kronfac.observe` for declared predictions, `kronfac.least_squares`."""
 
-import weakref
 from dataclasses import replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,17 +10,6 @@ from kronfac.errors import TargetError
 from kronfac.objective.likelihoods import Likelihood, Residual
 from kronfac.objective.losses import READERS, elementwise, is_mean
 from kronfac.objective.terms import Terms
-
-
-class Listener(Protocol):
-    """A recorder of training loops, which sees declarations outside of closures."""
-
-    def on_observe(self, z: Tensor, likelihood: Likelihood, **options: Any) -> None:
-        """Receive what `observe` was called with."""
-
-
-LISTENERS: "weakref.WeakSet[Listener]" = weakref.WeakSet()
-"""All recorders that are alive."""
 
 
 def observe(
@@ -35,8 +22,8 @@ def observe(
 ) -> Tensor:
     """Declare that the objective has the summands scale · Σ_t w_t · −log r(y_t | z_t); returns z.
 
-    Use it with a loss that is written by hand, in the closure or in the model. It computes nothing. K-FAC's
-    curvature is that of the declared terms; the loss itself is what the closure returns.
+    Use it with a loss written by hand, in the closure or in the model. It computes nothing. K-FAC uses the
+    curvature of the declared terms, and the loss that the closure returns.
 
     Example:
         >>> z = kronfac.observe(model(x), kronfac.Gaussian(variance=0.5), scale=1 / len(x))
@@ -44,7 +31,7 @@ def observe(
 
     Args:
         z: outputs, (terms, …).
-        likelihood: the predictive distribution that the loss is the negative logarithm of.
+        likelihood: the predictive distribution whose negative logarithm is the loss.
         targets: needed by `fisher="empirical"` and by `GaussNewton`, and used by `Huber`.
         weight: w, (terms,), such as 0 for padding.
         scale: s, such as 1/terms for a mean.
@@ -54,8 +41,6 @@ def observe(
             observe, (z,), z, likelihood, targets=targets, weight=weight, scale=scale
         )
         return result
-    for listener in tuple(LISTENERS):
-        listener.on_observe(z, likelihood, targets=targets, weight=weight, scale=scale)
     return z
 
 
@@ -82,7 +67,7 @@ READERS[observe] = _read_observed
 def least_squares(
     residual: Tensor, weight: float | Tensor = 1.0, *, reduction: str = "mean"
 ) -> Tensor:
-    """The mean, or the sum, of w r² over all elements of a residual, as a loss that K-FAC sees.
+    """The mean or sum of w r² over all elements of a residual, as a loss that K-FAC can see.
 
     A closure may add several of them, each with its own weight. The sum is the objective, and its
     Gauss–Newton matrix 2 Σ w JᵀJ is the curvature. Targets are part of the residual.
@@ -110,7 +95,7 @@ def least_squares(
 
 
 def _expanded(residual: Tensor, weight: float | Tensor) -> float | Tensor:
-    """The weights as they are multiplied with the residuals."""
+    """The weights in a shape that multiplies the residuals."""
     if not isinstance(weight, Tensor):
         if not 0 <= weight < float("inf"):
             raise ValueError(f"kronfac.least_squares needs a weight of at least 0; got {weight}.")

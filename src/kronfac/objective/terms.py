@@ -1,4 +1,4 @@
-"""What a loss call says about its outputs: s Σ_t w_t · −log r(y_t | z_t), one summand per term.
+"""A loss call as terms: s Σ_t w_t · −log r(y_t | z_t), one summand per term.
 
 A term is one prediction: the class of an example, one token, the class of one pixel, the regression targets
 of one example. Its curvature in output space is s w_t F_R(z_t). Layout: outputs z are (terms, event).
@@ -21,33 +21,34 @@ class Terms:
     """The terms of one loss call."""
 
     likelihood: Likelihood
-    """R_{y|z}; it is given the targets, if its curvature depends on them."""
+    """R_{y|z}, with the targets if its curvature depends on them."""
     shape: torch.Size
     """The shape of the outputs that the loss was called with."""
     scale: float = 1.0
     """s."""
     weight: Tensor | None = None
-    """w, (terms,) or (terms, event); None for ones. A normalisation that depends on the targets, such as
-    the number of those that are not ignored, is in here, so that no device is asked for it."""
+    """w, (terms,) or (terms, event); None for ones. It includes a normalisation that depends on the
+    targets, such as the number of those that are not ignored, so that the host need not wait for the
+    device."""
     targets: Tensor | None = None
     """(terms, event), class indices (terms,), or (terms, …) if the likelihood arranges them itself; None if
-    they are not known."""
+    unknown."""
     summed: bool = False
-    """Whether the loss is a sum over its terms, which grows with their number; else it is a mean."""
+    """Whether the loss is a sum over its terms; else it is a mean."""
     channels: bool = False
-    """Whether the event is dimension 1 of the outputs, as in torch's (N, C, d₁, …), or the only one; else
-    it is all dimensions but the first."""
+    """Whether the event is dimension 1 of the outputs, as in torch's (N, C, d₁, …), or their only
+    dimension; else it is all dimensions but the first."""
     denominator: Tensor | None = None
-    """What a mean has been divided by in the weights, if it is one over targets that are not ignored."""
+    """The divisor of a mean that is contained in the weights, such as the number of targets not ignored."""
 
     def __post_init__(self) -> None:
         if self.targets is not None:
             object.__setattr__(self, "likelihood", self.likelihood.given(self.targets))
         elif self.likelihood.needs_targets:
             raise ClosureError(
-                f"The curvature of {type(self.likelihood).__name__} depends on the targets, but the "
-                "closure did not call it where KFAC sees it. Call the loss that KFAC was given with the "
-                "model's outputs, or pass targets to kronfac.observe."
+                f"The curvature of {type(self.likelihood).__name__} depends on the targets, but KFAC saw "
+                "no call of it in the closure. Call the loss that KFAC was given with the model's outputs, "
+                "or pass targets to kronfac.observe."
             )
 
     @cached_property
@@ -65,7 +66,7 @@ class Terms:
         return self.shape.numel() // max(self.event, 1)
 
     def matrix(self, outputs: Tensor) -> Tensor:
-        """Outputs (terms, event) from what the loss was called with; tangents (k, …) keep their k."""
+        """Outputs as (terms, event), from the loss call's shape; tangents (k, …) keep their k."""
         if len(self.shape) == 2 and outputs.shape == self.shape:
             return outputs
         extra = outputs.dim() - len(self.shape)
@@ -74,7 +75,7 @@ class Terms:
         return outputs.reshape(*outputs.shape[:extra], self.count, self.event)
 
     def select(self, index: Tensor | slice, shape: torch.Size) -> "Terms":
-        """The terms with these indices, as outputs of this shape have them."""
+        """The terms with these indices, for outputs of this shape."""
         return replace(
             self,
             shape=shape,
@@ -91,18 +92,18 @@ class Terms:
         return replace(self, weight=weight, summed=False)
 
     def weighed_by(self, each: Tensor) -> "Terms":
-        """The terms of Σ each ⊙ loss, for a loss without a reduction: one number a term, or an output."""
+        """The terms of Σ each ⊙ loss, for a loss without reduction: one number per term, or per output."""
         each = each.reshape(self.count, -1)
         if self.channels:
             each = each.squeeze(1)
-        elif each.shape[1] < self.event:  # a mean and a variance have one loss
+        elif each.shape[1] < self.event:  # a mean and a variance share one loss
             each = each.repeat(1, self.event // each.shape[1])
         weight = each if self.weight is None else self.weight * each
         return replace(self, weight=weight, summed=False)
 
     @property
     def divisor(self) -> float:
-        """What the sum over the terms has been divided by: proportional to their number for a mean."""
+        """The divisor of the sum over terms; for a mean it is proportional to their number."""
         divided = 1.0 if self.denominator is None else float(self.denominator)
         return divided / self.scale if self.scale else math.nan
 
@@ -113,7 +114,7 @@ class Terms:
         return self.total_of(weights)
 
     def total_of(self, weights: float | None) -> float:
-        """`total_weight` from the sum of the weights, for who has read that from the device already."""
+        """`total_weight`, if the sum of the weights was read from the device before."""
         if self.weight is None or weights is None:
             return self.scale * self.count
         places = self.event if self.weight.dim() == 2 else 1

@@ -146,9 +146,6 @@ class Pass:
     @cached_property
     def examples(self) -> int:
         """The length of the first tensor that the model was called with."""
-        first = self.calls[0].args[:1] if self.calls else ()
-        if first and isinstance(first[0], Tensor) and first[0].dim() > 0:
-            return len(first[0])
         for call in self.calls:
             for leaf in pytree.tree_leaves((call.args, call.kwargs)):
                 if isinstance(leaf, Tensor) and leaf.dim() > 0:

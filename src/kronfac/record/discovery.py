@@ -33,15 +33,8 @@ def discover(network: Network, part: Pass) -> Network:
     """The network with a block for every unit that fits how it is used in this pass."""
     if network.discovered:
         return network
-    with (
-        torch.enable_grad(),
-        record_uses(
-            network.sites,
-            network.units,
-            part.examples,
-            dims=part.dims,
-        ) as seen,
-    ):
+    record = record_uses(network.sites, network.units, part.examples, dims=part.dims)
+    with torch.enable_grad(), record as seen:
         part.run(network.model)
     units = [
         _unit(network, n, unit, seen) if unit.observed else unit
@@ -59,16 +52,10 @@ def discover(network: Network, part: Pass) -> Network:
 
 
 def _unit(network: Network, number: int, unit: Unit, seen: SeeFunctions) -> Unit:
-    unseen = [p for p in unit.parameters if id(p) in seen.unseen]
-    if unseen:
-        function = f"torch's {seen.unseen[id(unseen[0])]}"
-        if any("parametrizations." in name for name in unit.names):
-            why = "the layer's weight is computed from it by a parametrization"
-        elif id(unseen[0]) in seen.computed:
-            why = f"{function} is given what is computed from it, not the parameter itself"
-        else:
-            why = f"used in {function}, which KFAC does not understand"
-        return unit.unobserved(why)
+    if reasons := [seen.unseen[id(p)] for p in unit.parameters if id(p) in seen.unseen]:
+        computed = any("parametrizations." in name for name in unit.names)
+        by = "the layer's weight is computed from it by a parametrization"
+        return unit.unobserved(by if computed else reasons[0])
     if not seen.uses.of[number]:
         # One with an adapter may be used by other examples.
         return unit if unit.chosen else unit.unobserved("no use of it is seen")

@@ -14,7 +14,7 @@ import hashlib
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -309,7 +309,7 @@ def select(part: Pass, index: Tensor | range) -> Pass:
         return keep_attributes(take(leaf, place), leaf)
 
     def of_step(step: ModelCall | Operation) -> ModelCall | Operation:
-        args, kwargs = (_map(rows, given) for given in (step.args, step.kwargs))
+        args, kwargs = (pytree.tree_map(rows, given) for given in (step.args, step.kwargs))
         if isinstance(step, Operation):
             return replace(step, args=args, kwargs=kwargs)
         return replace(
@@ -321,15 +321,6 @@ def select(part: Pass, index: Tensor | range) -> Pass:
         steps=tuple(map(of_step, part.steps)),
         losses=tuple(_of_loss(loss, index, examples) for loss in part.losses),
     )
-
-
-def _map(function: Callable[[Any], Any], given: Any) -> Any:
-    """`pytree.tree_map`, which is slow, but for arguments that are all there is to map."""
-    if not given:
-        return given
-    if type(given) is tuple and all(isinstance(value, Tensor) for value in given):
-        return tuple(map(function, given))
-    return pytree.tree_map(function, given)
 
 
 def _of_loss(loss: LossCall, index: Tensor | range, examples: int) -> LossCall:

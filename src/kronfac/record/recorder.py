@@ -21,7 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from kronfac.errors import LoopError
 from kronfac.model.nested import tensors_of
 from kronfac.model.side_effects import Buffers, register_hooks
-from kronfac.objective import LISTENERS, Likelihood, Objective, observe
+from kronfac.objective import Objective
 from kronfac.record.batch import Batch, ModelCall
 from kronfac.record.losses import SeenLoss, assemble
 from kronfac.record.mode import Recording, is_compiled
@@ -43,8 +43,6 @@ class Since:
     forwards: int = 0
     """Calls of the model with gradients enabled."""
     forwards_without_gradients: int = 0
-    unread: int = 0
-    """Tensors that the loss was called with and that could not be followed back to the model."""
     detached: int = 0
     """Calls of the loss with tensors that have no graph."""
 
@@ -78,7 +76,6 @@ class Recorder:
             *register_hooks(model, self._before_model, self._after_model),
             *register_hooks(objective.module, self._before_loss, self._after_loss),
         ]
-        LISTENERS.add(self)
 
     # ---------------------------------------------------------------------------------- what is kept
 
@@ -117,15 +114,12 @@ class Recorder:
         grads = [p.grad for p in self._parameters if p.grad is not None]
         self._stepped = [(TensorWeakRef(grad), grad._version) for grad in grads]
 
-    def batch(
-        self, who: str = "KFAC", needs_loss: bool = True, ended_by_closure: bool = False
-    ) -> Batch | None:
+    def batch(self, who: str = "KFAC", needs_loss: bool = True) -> Batch | None:
         """The mini-batch since the last step; None if all gradients are zero, as checkpoint tools set them.
 
         Args:
             who: the optimizer, for errors.
             needs_loss: whether the loss has to be recorded, and not only what the model computed.
-            ended_by_closure: whether `step` received a closure with the last of several micro-batches.
 
         Raises:
             LoopError: a pass is missing, its gradients were dropped, its inputs or targets were changed
@@ -144,7 +138,7 @@ class Recorder:
         if batch is None and not (grads and zeros):
             raise self._missing_pass(who, bool(grads))
         if batch is not None and needs_loss and batch.recorded_loss is None:
-            raise self._missing_loss(batch, ended_by_closure)
+            raise self._missing_loss()
         return batch
 
     def _missing_pass(self, who: str, gradients: bool) -> LoopError:
@@ -172,25 +166,16 @@ class Recorder:
             "torch.no_grad() and torch.inference_mode(), and loss.backward() before step()."
         )
 
-    def _missing_loss(self, batch: Batch, ended_by_closure: bool) -> LoopError:
+    def _missing_loss(self) -> LoopError:
         """The error of a step whose loss was not recorded, so that it can't be computed elsewhere."""
         given = type(self.objective.module).__name__
-        if not batch.assumed:
-            found = "kronfac.observe declares the curvature of a loss, but not its value"
-        elif self.since.unread:
-            found = (
-                "it was called with something that KFAC cannot trace back to the model's outputs"
-            )
-        else:
-            found = "it was not called with the model's outputs"
-        remedy = "pass a closure, in which every loss is recorded: optimizer.step(closure)"
-        if ended_by_closure:  # as Lightning does, whose user writes none
-            remedy = "do not accumulate gradients: then functions are recorded too"
         return LoopError(
             "KFAC.step() needs the loss that backward() was called on, to tell a good step from a bad one. "
-            f"In a loop without a closure it records calls of the {given} object that KFAC was given, and "
-            f"{found}. Call the same object, not a function or another {given}: KFAC(model, loss_fn), then "
-            f"loss_fn(model(x), y).backward(). Or {remedy}."
+            f"In a loop without a closure it records calls of the {given} object that KFAC was given, with "
+            "the model's outputs or what can be traced back to them; there was none. Call the same object, "
+            f"not a function or another {given}: KFAC(model, loss_fn), then loss_fn(model(x), y)"
+            ".backward(). Or pass a closure, in which every loss is recorded: optimizer.step(closure). "
+            "Where a framework writes it, do not accumulate gradients: then functions are recorded too."
         )
 
     # ------------------------------------------------------------------------------------ forward pass
@@ -256,21 +241,14 @@ class Recorder:
             for source in recording.record.sources:
                 source.read = True
 
-    def on_observe(self, z: Tensor, likelihood: Likelihood, **options: Any) -> None:
-        """A declaration by `kronfac.observe`, outside of the model."""
-        self._before_loss(self.model, (z,), {})
-        if self._running.calls[-1] is not None:
-            observe(z, likelihood, **options)
-        self._after_loss(self.model, (z,), {}, z)
-
     def _recording(self, given: Any) -> Recording:
         """The record of a call, which knows what of its arguments the model has computed."""
         recording = Recording(
             self.model, self.objective, self._buffers, self._arrive, self._indices, self._key
         )
         for tensor in tensors_of(given):
-            if tensor.grad_fn is not None and recording.tape.index(tensor, read=True) is None:
-                self.since.unread += 1
+            if tensor.grad_fn is not None:
+                recording.tape.index(tensor, read=True)
         return recording
 
     def _leave(self) -> Recording | None:

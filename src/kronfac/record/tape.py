@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,8 @@ def steps_of(records: Iterable[Record]) -> list[Step]:
     return sorted(steps.values(), key=lambda step: step.outputs[-1])
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Entry:
     """What is known of a tensor."""
 
     index: int
@@ -108,7 +109,8 @@ class Tape:
 
     def _trace_back(self, tensor: Tensor, read: bool) -> Entry | None:
         with torch._C.DisableTorchFunction():  # a class may have a `grad_fn` of its own
-            node, number = tensor.grad_fn, tensor.output_nr
+            node: Any = tensor.grad_fn
+            number = tensor.output_nr
         calls: list[Call] = []
         for _ in range(MOST):
             if node is None:

@@ -140,19 +140,18 @@ def evaluate_loop(
     scaling: Scaling,
     who: str = "KFAC",
     needs_loss: bool = True,
-    ended_by_closure: bool = False,
 ) -> Evaluation | None:
     """The passes of a loop since the last step, and the gradients in the parameters.
 
     None if there is nothing to take a step from: all gradients are zero, or a GradScaler has found one that
-    is not finite. `who`, `needs_loss` and `ended_by_closure` are arguments of `Recorder.batch`.
+    is not finite. `who` and `needs_loss` are arguments of `Recorder.batch`.
 
     Raises:
         LoopError: see `Recorder.batch`.
         UnsupportedModelError: the model has been changed.
     """
     refuse_changes(network)
-    batch = recorder.batch(who, needs_loss, ended_by_closure)
+    batch = recorder.batch(who, needs_loss)
     if batch is None or scaling.overflow:
         return None  # GradScaler.update makes the scale smaller
     if scaling.scale is not None:

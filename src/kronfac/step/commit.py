@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from kronfac.distributed import World
 from kronfac.errors import RankError
-from kronfac.model import Kept, Network, RandomState, restore
+from kronfac.model import Network, RandomState, restore
+from kronfac.model.side_effects import is_changed
 from kronfac.record import Recorder
 from kronfac.report import StepReport
 from kronfac.settings import Settings
@@ -110,7 +111,7 @@ class Snapshot:
         optimizer.state.update(self._shown)
         self._forget_calls()
         self._random.restore()
-        restore([kept for kept in self._buffers if _written(kept)])
+        restore([kept for kept in self._buffers if is_changed(kept)])
         for p, version, value in self._parameters:
             if p._version != version:
                 p.copy_(value)
@@ -118,12 +119,6 @@ class Snapshot:
             p.grad = gradient
             if gradient is not None and before is not None:
                 gradient.copy_(before)
-
-
-def _written(kept: Kept) -> bool:
-    """Whether a buffer differs from its copy; graphs that others have made of the rest stay valid."""
-    module, name, buffer, value = kept
-    return module._buffers.get(name) is not buffer or not torch.equal(buffer, value)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def take_step(optimizer: Stepping, closure: Closure | None, changed: bool) -> An
         device = optimizer.network.device
         with full_precision(device) as callers, optimizer._recorder.paused():
             step = _Attempt(optimizer, snapshot, callers)
-            evaluation = step.evaluate(closure, ended)
+            evaluation = step.evaluate(closure)
             if evaluation is None:
                 optimizer._recorder.step()
                 return returned
@@ -108,10 +108,10 @@ class _Attempt:
         self.watch = Stopwatch()
         self._buffers = self.network.buffers.snapshot()
 
-    def evaluate(self, closure: Closure | None, ended: bool = False) -> Evaluation | None:
+    def evaluate(self, closure: Closure | None) -> Evaluation | None:
         """Loss and gradient at θ; None if there is nothing to take a step from."""
         with self.watch("gradient"):
-            return self._evaluate_loop(ended) if closure is None else self._evaluate(closure)
+            return self._evaluate_loop() if closure is None else self._evaluate(closure)
 
     def evaluate_again(self, closure: Closure) -> Evaluation:
         """Loss and gradient where a rejected step has come from."""
@@ -134,7 +134,7 @@ class _Attempt:
         assert evaluation is not None
         return self._checked(evaluation)
 
-    def _evaluate_loop(self, ended: bool) -> Evaluation | None:
+    def _evaluate_loop(self) -> Evaluation | None:
         optimizer = self.optimizer
         scaling = Scaling.of(optimizer)
         if scaling.scale is not None:
@@ -145,7 +145,6 @@ class _Attempt:
             weight_decay=self._per_parameter("weight_decay"),
             inverse=self.settings.inverse,
             scaling=scaling,
-            ended_by_closure=ended,
         )
         evaluation = self._join_ranks(own)
         if evaluation is None:

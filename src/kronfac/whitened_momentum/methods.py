@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kronfac.linalg.polar import polar_cost
@@ -37,72 +39,91 @@ class InputFactors:
     widest: int = 2048
     """Weights with more inputs have A = I."""
 
+    def due(self, iteration: int) -> bool:
+        """Whether inputs are sampled before this step."""
+        early = iteration < self.interval and iteration & (iteration - 1) == 0
+        return early or iteration % self.interval == 0
 
-# ------------------------------------------------------------------------------------------ methods
+
+class Treatment(NamedTuple):
+    """What is done with a parameter: numbers only, which are kept in its state."""
+
+    method: int
+    rows: int
+    """The vectors that it is multiplied with in a step."""
+    transposed: int
+    groups: int
+    parts: int
+
+    @property
+    def layout(self) -> MatrixLayout:
+        """How it is read as matrices."""
+        return MatrixLayout(*self[2:])
+
+    def has_factor(self, p: Tensor, inputs: InputFactors | None) -> bool:
+        """Whether there is an A, and memory for it and its inverse."""
+        b, m, n = self.layout.size(p.shape)
+        fits = inputs is not None and n <= inputs.widest and self.groups * n <= WIDE * b * m
+        return fits and self.method != ADAM
+
+    def inverse_cost(self, p: Tensor) -> int:
+        """Operations of one inverse."""
+        cost = INVERSE_COST if self.method == POLAR else EIGH_COST
+        return cost * self.groups * self.layout.size(p.shape)[2] ** 3
+
+    def refresh_interval(self, p: Tensor, inputs: InputFactors) -> int:
+        """Steps from one inverse to the next, from what it costs."""
+        steps = self.inverse_cost(p) / (REFRESH_SHARE * 6 * p.numel() * max(self.rows, 1))
+        return inputs.interval * max(2, math.ceil(steps / inputs.interval))
+
+    def inverted(self, A: Tensor) -> Tensor:
+        """(A + ε ā I)⁻¹, or (A/ā + ε I)^(−1/2), for every A (groups, n, n)."""
+        return torch.stack([self._inverted(each) for each in A])
+
+    def _inverted(self, A: Tensor) -> Tensor:
+        mean = A.diagonal().mean()
+        if self.method == POLAR:
+            return shifted_inverse(A, POLAR_DAMPING * mean, "A")
+        values, vectors = eigh(A / mean, "A")
+        return (vectors * (values + WHITENED_DAMPING).rsqrt()) @ vectors.mT
 
 
-def choose(  # noqa: PLR0911, one for each reason
-    p: Tensor, seen: Seen, rows: int, method: str, inputs: InputFactors | None
-) -> tuple[int, str]:
-    """The method of a parameter, and why.
+def choose(
+    p: Tensor, seen: Seen, method: str, inputs: InputFactors | None
+) -> tuple[Treatment, str]:
+    """What is done with a parameter, and why.
 
     Args:
         p: the parameter.
         seen: what forward passes have shown of it.
-        rows: the vectors that it is multiplied with in a step.
         method: that of its group.
         inputs: whether there are A's.
     """
+
+    def treated(method: int) -> Treatment:
+        return Treatment(method, seen.rows, *seen.layout)
+
     if p.dim() < 2 or not p.numel():
-        return ADAM, "not a matrix"
-    if method != "auto":
-        return METHODS.index(method), "chosen by its group"
+        return treated(ADAM), "not a matrix"
     _, m, n = seen.layout.size(p.shape)
-    if seen.lookup:
-        return ADAM, "an embedding"
-    if not rows:
-        return ADAM, "no products with it were seen"
-    if seen.head:
-        return ADAM, "the last layer"
-    if min(m, n) < 2:
-        return ADAM, "one row or column"
-    products = 6 * m * n * rows
-    share = polar_cost(m, n) / products
+    reasons = {
+        "an embedding": seen.lookup,
+        "no products with it were seen": not seen.rows,
+        "the last layer": seen.head,
+        "one row or column": min(m, n) < 2,
+    }
+    if method != "auto":
+        return treated(METHODS.index(method)), "chosen by its group"
+    for reason, holds in reasons.items():
+        if holds:
+            return treated(ADAM), reason
+    share = polar_cost(m, n) / (6 * m * n * seen.rows)
     if share <= POLAR_PAYS:
-        return POLAR, f"{share:.2f} of its own products"
-    if has_factor(p, seen.layout, inputs) and n / (3 * rows) <= WHITENING_PAYS:
-        return WHITENED, f"polar would cost {share:.1f} of its own products"
-    return ADAM, f"polar would cost {share:.1f} of its own products, and whitening is no better"
-
-
-def has_factor(p: Tensor, layout: MatrixLayout, inputs: InputFactors | None) -> bool:
-    """Whether there is memory for A and its inverse."""
-    b, m, n = layout.size(p.shape)
-    return inputs is not None and n <= inputs.widest and layout.groups * n <= WIDE * b * m
-
-
-def inverted(A: Tensor, method: int) -> Tensor:
-    """(A + ε ā I)⁻¹, or (A/ā + ε I)^(−1/2)."""
-    mean = A.diagonal().mean()
-    if method == POLAR:
-        return shifted_inverse(A, POLAR_DAMPING * mean, "A")
-    values, vectors = eigh(A / mean, "A")
-    return (vectors * (values + WHITENED_DAMPING).rsqrt()) @ vectors.mT
-
-
-def inverse_cost(p: Tensor, method: int, layout: MatrixLayout) -> int:
-    """Operations of one inverse."""
-    return (
-        (INVERSE_COST if method == POLAR else EIGH_COST)
-        * layout.groups
-        * layout.size(p.shape)[2] ** 3
-    )
-
-
-def refresh_interval(p: Tensor, cost: float, rows: int, inputs: InputFactors) -> int:
-    """Steps from one inverse to the next, from what it costs."""
-    steps = cost / (REFRESH_SHARE * 6 * p.numel() * max(rows, 1))
-    return inputs.interval * max(2, math.ceil(steps / inputs.interval))
+        return treated(POLAR), f"{share:.2f} of its own products"
+    why = f"polar would cost {share:.1f} of its own products"
+    if treated(WHITENED).has_factor(p, inputs) and n / (3 * seen.rows) <= WHITENING_PAYS:
+        return treated(WHITENED), why
+    return treated(ADAM), f"{why}, and whitening is no better"
 
 
 # --------------------------------------------------------------------------------------------- plan
@@ -148,21 +169,20 @@ class EverydayPlan:
 
 
 def planned(
-    name: str, p: Tensor, seen: Seen, method: int, why: str, inputs: InputFactors | None
+    name: str, p: Tensor, treatment: Treatment, why: str, inputs: InputFactors | None
 ) -> ParameterPlan:
     """A row of the plan."""
-    b, m, n = seen.layout.size(p.shape) if p.dim() > 1 else (1, 1, p.numel())
-    number = precise(p.dtype).itemsize
+    b, m, n = treatment.layout.size(p.shape) if p.dim() > 1 else (1, 1, p.numel())
+    method, rows = treatment.method, treatment.rows
     added, numbers = 0.0, p.numel() * (2 if method == ADAM else 1)
     if method == POLAR:
         added += b * polar_cost(m, n)
-    if method != ADAM and inputs is not None and has_factor(p, seen.layout, inputs):
-        sample = min(seen.rows, inputs.rows or seen.rows)
-        inverse = inverse_cost(p, method, seen.layout)
-        refresh = inverse / refresh_interval(p, inverse, seen.rows, inputs)
+    if inputs is not None and treatment.has_factor(p, inputs):
+        sample = min(rows, inputs.rows or rows)
+        refresh = treatment.inverse_cost(p) / treatment.refresh_interval(p, inputs)
         added += 2 * p.numel() * n + 2 * sample * n**2 / inputs.interval + refresh
-        numbers += 2 * seen.layout.groups * n**2
-    products = 6.0 * p.numel() * seen.rows
+        numbers += 2 * treatment.groups * n**2
+    size = numbers * precise(p.dtype).itemsize
     return ParameterPlan(
-        name, tuple(p.shape), METHODS[method], why, products, added, numbers * number
+        name, tuple(p.shape), METHODS[method], why, 6.0 * p.numel() * rows, added, size
     )

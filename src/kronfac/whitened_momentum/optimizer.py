@@ -23,8 +23,9 @@ from torch.optim.adamw import adamw
 from kronfac.distributed import World, inner_model, refuse_distributed
 from kronfac.errors import LoopError, NonFiniteError, NotPositiveDefiniteError
 from kronfac.groups import Params
-from kronfac.linalg.polar import polar
-from kronfac.model.input_factors import InputObserver, MatrixLayout, Seen, precise, without_traces
+from kronfac.linalg.polar import normalized, polar
+from kronfac.model.input_factors import InputObserver, MatrixLayout, Seen, precise
+from kronfac.model.side_effects import device_of, without_traces
 from kronfac.warn import warn
 from kronfac.whitened_momentum.methods import (
     ADAM,
@@ -32,12 +33,9 @@ from kronfac.whitened_momentum.methods import (
     POLAR,
     EverydayPlan,
     InputFactors,
+    Treatment,
     choose,
-    has_factor,
-    inverse_cost,
-    inverted,
     planned,
-    refresh_interval,
 )
 
 RMS = 0.2
@@ -128,7 +126,7 @@ class WhitenedMomentum(torch.optim.Optimizer):
             params = [{"params": part, "weight_decay": decay} for part, decay in decays if part]
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "method": method, "momentum": momentum,
-            "betas": tuple(betas), "eps": 1e-8, "iteration": 0, "elapsed": 0.0, "scheduled_lr": None,
+            "betas": tuple(betas), "eps": 1e-8, "iteration": 0, "elapsed": 0.0,
         }  # fmt: skip
         super().__init__(params, defaults)
         self._skipped: Tensor | float = 0.0
@@ -164,115 +162,119 @@ class WhitenedMomentum(torch.optim.Optimizer):
             self._learn(iteration)
         if trained:
             finite = self._finite([_gradient(p) for p in trained])
-            for group in self.param_groups:
-                self._update(group, finite)
+            on_host = finite.device.type == "cpu"  # where reading it waits for nothing
+            for group in self.param_groups if not on_host or finite else ():
+                self._update(group, None if on_host else finite)
         for group in self.param_groups:
             group["iteration"] = iteration + 1
-        if self._due(iteration + 1):
+        if self.inputs is not None and self.inputs.due(iteration + 1):
             self._arm()
         return loss
 
     def _finite(self, gradients: list[Tensor]) -> Tensor:
         """Return 1 if all gradients are finite, else 0, on their device; count the skipped steps."""
-        device = gradients[0].device
-        sums = (g.sum(dtype=precise(g.dtype)) for g in gradients)
-        finite = torch.stack([total.isfinite().to(device) for total in sums]).all().float()
+        alike: dict[Any, list[Tensor]] = {}
+        for g in gradients:
+            alike.setdefault((g.device, g.dtype), []).append(g)
+        found = [torch.zeros((), device=device) for device, _ in alike]
+        for infinite, some in zip(found, alike.values(), strict=True):
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                some, infinite, torch.ones_like(infinite)
+            )
+        finite = 1 - torch.stack([infinite.to(found[0].device) for infinite in found]).amax()
         self._skipped = self._skipped + (1 - finite)
         return finite
 
-    def _update(self, group: dict[str, Any], finite: Tensor) -> None:
-        """Update the parameters of a group, those of equal shape and method together."""
+    def _update(self, group: dict[str, Any], finite: Tensor | None) -> None:
+        """Update the parameters of a group, those of equal shape and method together.
+
+        `finite` is 0 if nothing is to change, else 1; None if that is known to be 1.
+        """
         buckets: dict[Any, list[Tensor]] = {}
         for p in group["params"]:
             if p.grad is None or not p.numel():
                 continue
-            state = self.state[p]
-            if not state:
+            if not self.state[p]:
                 self._begin(p, group["method"])
-            key: tuple[Any, ...] = (state["method"], p.dtype, p.device)
-            if state["method"] != ADAM:
-                size = MatrixLayout(*state["layout"]).size(p.shape)
-                key += (size, "inverse" in state, id(p) if p.numel() >= LARGE else 0)
+            treatment = self._treatment(p)
+            key: tuple[Any, ...] = (treatment.method, p.dtype, p.device)
+            if treatment.method != ADAM:
+                size = treatment.layout.size(p.shape)
+                key += (size, "inverse" in self.state[p], id(p) if p.numel() >= LARGE else 0)
             buckets.setdefault(key, []).append(p)
         for key, bucket in buckets.items():
+            states = [self.state[p] for p in bucket]
+            own = None if finite is None else finite.to(bucket[0].device)
             update = _update_by_adam if key[0] == ADAM else _update_matrices
-            update(bucket, [self.state[p] for p in bucket], group, finite.to(bucket[0].device))
+            update(bucket, states, group, own)
 
     # ----------------------------------------------------------------------------- methods and factors
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _due(self, iteration: int) -> bool:
-        """Whether inputs are sampled before this step."""
-        interval = math.inf if self.inputs is None else self.inputs.interval
-        early = iteration & (iteration - 1) == 0 and iteration < interval
-        return iteration == 0 or (self.inputs is not None and (early or iteration % interval == 0))
+    def _treatment(self, p: Tensor) -> Treatment:
+        return Treatment(*self.state[p]["treatment"])
+
+    def _sampled(self, p: Tensor) -> bool:
+        """Whether A is taken of a weight's inputs; of one without a method, if it might need one."""
+        if self.state.get(p):
+            return self._treatment(p).has_factor(p, self.inputs)
+        return self.inputs is not None and p[0].numel() <= self.inputs.widest
 
     def _arm(self) -> None:
         """See the forward passes before the next step."""
-        if (
-            vars(self.model).get("_modules") is not None
-        ):  # else it is a copy that is not complete yet
+        if "_modules" in vars(self.model):  # else it is a copy that is not complete yet
             weights = [p for p in self._parameters() if p.dim() > 1 and p.numel()]
             wanted = {id(p) for p in weights if p.requires_grad and self._sampled(p)}
             self._observer.arm(weights, wanted, self.param_groups[0]["iteration"])
 
-    def _sampled(self, p: Tensor) -> bool:
-        """Whether A is taken of a weight's inputs; of one without a method, if it might need one."""
-        state = self.state.get(p)
-        if not state:
-            return self.inputs is not None and p[0].numel() <= self.inputs.widest
-        return state["method"] != ADAM and has_factor(
-            p, MatrixLayout(*state["layout"]), self.inputs
-        )
-
     def _learn(self, iteration: int) -> None:
         """Take over what forward passes have shown, on all ranks."""
-        passes, found = self._observer.passes, self._observer.disarm()
+        found = self._observer.disarm()
         world, parameters = World.current(), self._parameters()
-        own = {str(n): found[id(p)].facts() for n, p in enumerate(parameters) if id(p) in found}
-        merged: dict[int, Seen] = {}
-        for facts in world.exchange(own, self._observer.device, "statistics"):
-            for n, fact in facts.items():
-                merged.setdefault(int(n), Seen()).merge(Seen.of(fact))
-        self._shown |= {id(parameters[n]): seen for n, seen in merged.items()}
+        facts = {
+            str(n): [*map(int, (*seen.layout, seen.rows, seen.lookup, seen.head))]
+            for n, p in enumerate(parameters)
+            if (seen := found.get(id(p))) is not None
+        }
+        # Ranks decide alike: by what the first of them has seen.
+        facts = world.exchange(facts, device_of(self.model), "statistics")[0]
+        for n, numbers in facts.items():
+            seen = Seen(MatrixLayout(*numbers[:3]), *numbers[3:])
+            self._shown[id(parameters[int(n)])] = seen
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p.numel() and not self.state[p]:
                     self._begin(p, group["method"])
-        if not (passes or self._shown or iteration):
+        if not (self._shown or iteration):
             warn(
-                "WhitenedMomentum has seen no forward pass of its model with gradients, and uses Adam for "
-                "all parameters. Give it the module that the loop calls, compiled if that is."
+                "WhitenedMomentum has seen no product of a weight in a forward pass with gradients, and "
+                "uses Adam for all parameters. Give it the module that the loop calls, compiled if that is."
             )
-        if not self._due(iteration):
+        if self.inputs is None or not self.inputs.due(iteration):
             return
-        sampled = [parameters[n] for n in sorted(merged) if self.state.get(parameters[n])]
-        sampled = [p for p in sampled if self._sampled(p)]
-        sums, counts = [], []
+        known = [parameters[int(n)] for n in facts]
+        sampled = [p for p in known if self.state.get(p) and self._sampled(p)]
+        grams, counts = [], []
         for p in sampled:
-            seen, layout = found.get(id(p)), MatrixLayout(*self.state[p]["layout"])
-            n = layout.size(p.shape)[2]
-            zeros = p.new_zeros(layout.groups, n, n, dtype=precise(p.dtype))
-            gram = None if seen is None else seen.gram
-            sums.append(zeros if gram is None else gram)
-            counts.append(0.0 if seen is None else float(seen.sampled))
-        counts = world.sum(sums, "statistics", numbers=counts) if sums else []
-        for p, gram, count in zip(sampled, sums, counts, strict=True):
+            seen, treatment = found.get(id(p), Seen()), self._treatment(p)
+            n = treatment.layout.size(p.shape)[2]
+            zeros = p.new_zeros(treatment.groups, n, n, dtype=precise(p.dtype))
+            grams.append(zeros if seen.gram is None else seen.gram)
+            counts.append(float(seen.sampled))
+        counts = world.sum(grams, "statistics", numbers=counts) if grams else []
+        for p, gram, count in zip(sampled, grams, counts, strict=True):
             if count:
                 self._average(p, gram / count, iteration)
 
     def _begin(self, p: Tensor, method: str) -> None:
         """Choose the method of a parameter, which it keeps, and make its state."""
-        seen = self._shown.get(id(p), Seen())
-        rows = seen.rows // World.current().size
-        state, layout = self.state[p], seen.layout
-        state["method"], _ = choose(p, seen, rows, method, self.inputs)
-        state["layout"] = (int(layout.transposed), layout.groups, layout.parts)
-        state["rows"] = rows
+        seen, state = self._shown.get(id(p), Seen()), self.state[p]
+        treatment, _ = choose(p, seen, method, self.inputs)
+        state["treatment"] = tuple(treatment)
         zeros = torch.zeros_like(p, dtype=precise(p.dtype))
-        if state["method"] == ADAM:
+        if treatment.method == ADAM:
             state |= {"step": zeros.new_zeros((), dtype=torch.float32), "exp_avg": zeros}
             state["exp_avg_sq"] = zeros.clone()
         else:
@@ -281,22 +283,19 @@ class WhitenedMomentum(torch.optim.Optimizer):
     def _average(self, p: Tensor, A: Tensor, iteration: int) -> None:
         """Take a sample's A into the moving average, and invert that if it is time."""
         assert self.inputs is not None
-        state = self.state[p]
+        state, treatment, name = self.state[p], self._treatment(p), self._name(p)
         try:
             if not bool(A.diagonal(dim1=1, dim2=2).sum().isfinite()):
                 raise NonFiniteError("The weight's inputs hold NaN or infinity.")
             samples = state["samples"] = state.get("samples", 0) + 1
             weight = 1 - min(1 - 1 / samples, self.inputs.decay)
             state["A"] = A if samples == 1 else torch.lerp(state["A"], A, weight)
-            cost = inverse_cost(p, state["method"], MatrixLayout(*state["layout"]))
-            every = refresh_interval(p, cost, state["rows"], self.inputs)
+            every = treatment.refresh_interval(p, self.inputs)
             if iteration % every == 0 or (iteration < every and iteration & (iteration - 1) == 0):
-                state["inverse"] = torch.stack(
-                    [inverted(each, state["method"]) for each in state["A"]]
-                )
-            self._failures.pop(self._name(p), None)
+                state["inverse"] = treatment.inverted(state["A"])
+            self._failures.pop(name, None)
         except (NonFiniteError, NotPositiveDefiniteError) as error:
-            self._failures[self._name(p)] = str(error)
+            self._failures[name] = str(error)
 
     # -------------------------------------------------------------------------------------- the rate
 
@@ -314,14 +313,12 @@ class WhitenedMomentum(torch.optim.Optimizer):
             return
         factor = max(0.0, min((done + ahead) / WARM_UP, 1 - done))
         for group in self.param_groups:
-            if group["scheduled_lr"] is None:
-                group["peak_lr"] = group["scheduled_lr"] = group["lr"]
-            if "initial_lr" in group or group["lr"] != group["scheduled_lr"]:
+            if "initial_lr" in group:
                 raise LoopError(
                     "WhitenedMomentum was given steps or seconds and sets the learning rate itself, but a "
-                    "scheduler or the loop sets it too. Leave out one of them."
+                    "scheduler sets it too. Leave out one of them."
                 )
-            group["lr"] = group["scheduled_lr"] = group["peak_lr"] * factor
+            group["lr"] = group.setdefault("peak_lr", group["lr"]) * factor
 
     # ------------------------------------------------------------------------------- torch's contract
 
@@ -329,22 +326,22 @@ class WhitenedMomentum(torch.optim.Optimizer):
         """Train further parameters, such as those of a layer that was added to the model."""
         super().add_param_group(param_group)
         group, number = self.param_groups[-1], len(self.param_groups) - 1
-        for key in ("lr", "weight_decay"):
-            if not 0 <= float(group[key]) < math.inf:
+        small, share = "finite and not negative", "at least 0 and below 1"
+        for key, rule, holds in (
+            ("lr", small, lambda rate: 0 <= float(rate) < math.inf),
+            ("weight_decay", small, lambda decay: 0 <= decay < math.inf),
+            ("momentum", share, lambda beta: 0 <= beta < 1),
+            (
+                "betas",
+                f"two numbers {share}",
+                lambda betas: [0 <= b < 1 for b in betas] == [True] * 2,
+            ),
+            ("method", f"one of {('auto', *METHODS)}", ("auto", *METHODS).__contains__),
+        ):
+            if not holds(group[key]):
                 raise ValueError(
-                    f"WhitenedMomentum's {key} is finite and not negative; group {number} has "
-                    f"{group[key]!r}."
+                    f"WhitenedMomentum's {key} is {rule}; group {number} has {group[key]!r}."
                 )
-        rates = (group["momentum"], *group["betas"])
-        if len(rates) != 3 or not all(0 <= rate < 1 for rate in rates):
-            raise ValueError(
-                "WhitenedMomentum's momentum and both betas are at least 0 and below 1; got "
-                f"{group['momentum']!r} and {group['betas']!r}."
-            )
-        if group["method"] not in ("auto", *METHODS):
-            raise ValueError(
-                f"WhitenedMomentum's method is one of {('auto', *METHODS)}; got {group['method']!r}."
-            )
         self._refuse(group["params"])
         group["iteration"] = self.param_groups[0]["iteration"]
         if hasattr(self, "_observer"):
@@ -353,7 +350,7 @@ class WhitenedMomentum(torch.optim.Optimizer):
     def _refuse(self, parameters: Sequence[Tensor]) -> None:
         """Refuse complex parameters and sparse gradients."""
         for p in parameters:
-            sparse = p.grad is not None and p.grad.layout != torch.strided
+            sparse = p.grad is not None and p.grad.layout is not torch.strided
             if sparse or p.is_complex():
                 what = "has a sparse gradient" if sparse else "is complex"
                 raise ValueError(
@@ -394,7 +391,7 @@ class WhitenedMomentum(torch.optim.Optimizer):
         methods: dict[str, list[str]] = {}
         for p, state in self.state.items():
             if state:
-                methods.setdefault(METHODS[state["method"]], []).append(self._name(p))
+                methods.setdefault(METHODS[state["treatment"][0]], []).append(self._name(p))
         rates = [float(group["lr"]) for group in self.param_groups]
         iteration = self.param_groups[0]["iteration"]
         return EverydayReport(iteration, int(self._skipped), rates, methods, dict(self._failures))
@@ -416,12 +413,13 @@ class WhitenedMomentum(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 seen = found.get(id(p), Seen())
-                method, why = choose(p, seen, seen.rows, group["method"], self.inputs)
-                rows.append(planned(self._name(p), p, seen, method, why, self.inputs))
-        products = sum(row.products for row in rows)
-        cost = 1 + sum(row.added for row in rows) / max(products, 1.0)
+                treatment, why = choose(p, seen, group["method"], self.inputs)
+                rows.append(planned(self._name(p), p, treatment, why, self.inputs))
+        products, added, size = (
+            sum(getattr(row, name) for row in rows) for name in ("products", "added", "bytes")
+        )
         own = sum(p.numel() * p.element_size() for p in self._parameters())
-        return EverydayPlan(rows, cost, sum(row.bytes for row in rows) / max(own, 1))
+        return EverydayPlan(rows, 1 + added / max(products, 1.0), size / max(own, 1))
 
 
 # ------------------------------------------------------------------------------------- the updates
@@ -436,50 +434,44 @@ def _update_matrices(
     bucket: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
     group: dict[str, Any],
-    finite: Tensor,
+    finite: Tensor | None,
 ) -> None:
     """Update weights of equal shape and method."""
     momenta = [state["momentum"] for state in states]
-    good, finite, beta = finite > 0, finite.to(momenta[0].dtype), group["momentum"]
-    # In place of a gradient that is not finite the momentum itself, which stays as it is.
-    D = [
-        torch.where(good, _gradient(p).to(M.dtype), M) for p, M in zip(bucket, momenta, strict=True)
-    ]
-    torch._foreach_lerp_(momenta, D, 1 - beta)
-    torch._foreach_lerp_(D, momenta, beta)
-    layouts = [MatrixLayout(*state["layout"]) for state in states]
-    matrices = [layout.split(each) for layout, each in zip(layouts, D, strict=True)]
+    gradients = [_gradient(p).to(M.dtype) for p, M in zip(bucket, momenta, strict=True)]
+    rate, beta = group["lr"], group["momentum"]
+    if finite is not None:
+        # In place of a gradient that is not finite the momentum itself, which stays as it is.
+        pairs, rate = zip(gradients, momenta, strict=True), rate * finite
+        gradients = [torch.where(finite > 0, g, M) for g, M in pairs]
+    torch._foreach_lerp_(momenta, gradients, 1 - beta)
+    D = torch._foreach_lerp(gradients, momenta, beta)
+    treatments = [Treatment(*state["treatment"]) for state in states]
+    matrices = [t.layout.split(each) for t, each in zip(treatments, D, strict=True)]
     if "inverse" in states[0]:
-        matrices = [
-            _times(each, state["inverse"]) for each, state in zip(matrices, states, strict=True)
-        ]
+        inverses = [state["inverse"] for state in states]
+        matrices = [_times(each, M) for each, M in zip(matrices, inverses, strict=True)]
     X = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
-    X = polar(X) if states[0]["method"] == POLAR else X
-    tiny = torch.finfo(X.dtype).tiny
-    X = X / X.abs().amax(dim=(1, 2), keepdim=True).clamp(min=tiny)  # squares may underflow
-    norms = torch.linalg.matrix_norm(X, keepdim=True).clamp(min=tiny)
-    length = group["lr"] * RMS * math.sqrt(X.shape[1] * X.shape[2]) * finite
-    X = X * (-length / norms)
-    kept = 1 - group["lr"] * group["weight_decay"] * finite
-    for p, layout, part in zip(bucket, layouts, X.split(len(X) // len(bucket)), strict=True):
-        step = layout.join(part, p.shape)
-        if p.dtype == step.dtype:
-            p.mul_(kept).add_(step)
-        else:
-            p.copy_(p.to(step.dtype).mul_(kept).add_(step))
+    X = normalized(polar(X) if treatments[0].method == POLAR else X)
+    X = X * (-rate * RMS * math.sqrt(X.shape[1] * X.shape[2]))
+    parts = X.split(len(X) // len(bucket))
+    for p, treatment, part in zip(bucket, treatments, parts, strict=True):
+        own = p.to(part.dtype)  # the parameter itself in full precision
+        own.mul_(1 - rate * group["weight_decay"]).add_(treatment.layout.join(part, p.shape))
+        if own is not p:
+            p.copy_(own)
 
 
 def _times(D: Tensor, M: Tensor) -> Tensor:
     """D M for every matrix; M (groups, n, n) is shared by the parts of a group."""
-    product: Tensor = D.unflatten(0, (len(M), -1)) @ M.unsqueeze(1)
-    return product.flatten(0, 1)
+    return (D.reshape(len(M), -1, D.shape[-1]) @ M).reshape(D.shape)
 
 
 def _update_by_adam(
     bucket: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
     group: dict[str, Any],
-    finite: Tensor,
+    finite: Tensor | None,
 ) -> None:
     """Update parameters by torch's AdamW, which skips a step by itself."""
     exact = states[0]["exp_avg"].dtype
@@ -492,7 +484,7 @@ def _update_by_adam(
         [],
         [state["step"] for state in states],
         fused=True,
-        found_inf=1 - finite,
+        found_inf=None if finite is None else 1 - finite,
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],

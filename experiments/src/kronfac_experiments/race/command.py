@@ -225,8 +225,9 @@ def run_entry(lane: Lane, entry: Entry, tick: Callable[[float], None]) -> Run:
         tick=tick,
     )
     return Run(
-        entry.problem.name, contestant.name, entry.settings, entry.seed, terms.budget, terms.schedule,
-        terms.threads, code_of(contestant), rows, message, training.state_bytes, training.weight_bytes,
+        entry.problem.name, contestant.recorded_as, entry.settings, entry.seed, terms.budget,
+        terms.schedule, terms.threads, code_of(contestant), rows, message, training.state_bytes,
+        training.weight_bytes,
         f"{machine()['processor'] or 'unknown processor'}, torch {versions()['torch']}",
     )  # fmt: skip
 
@@ -249,7 +250,7 @@ def _measure_costs(lanes: Sequence[Lane]) -> None:
         if lane.contestant.sampler is None:
             for entry in (*lane.missing, *(e for stage in lane.tuning for e in stage)):
                 batch = entry.settings["batch"]
-                wanted.setdefault((lane.contestant.name, batch), (lane, entry))
+                wanted.setdefault((lane.contestant.recorded_as, batch), (lane, entry))
     costs = [lane.cost(entry.settings["batch"]) for lane, entry in wanted.values()]
     if None not in costs:
         return
@@ -264,7 +265,7 @@ def _measure_costs(lanes: Sequence[Lane]) -> None:
         if cost is None:
             records.append(
                 Cost(
-                    lane.problem.name, lane.contestant.name, entry.settings["batch"], terms.threads,
+                    lane.problem.name, lane.contestant.recorded_as, entry.settings["batch"], terms.threads,
                     code_of(lane.contestant), speed * start, speed * step,
                 )
             )  # fmt: skip

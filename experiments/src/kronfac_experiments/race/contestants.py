@@ -7,12 +7,13 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from kronfac import KFAC, presets
+from kronfac import KFAC, WhitenedMomentum, presets
 from kronfac.physics import DenseLevenbergMarquardt
 from kronfac_experiments.baseline import NesterovMomentum
 from kronfac_experiments.race.peers import SOAP, Muon
@@ -49,6 +50,7 @@ class Contestant:
             penalty is an argument of its own.
         code: Whose version its runs are kept under.
         sampler: Chooses its own mini-batches; such a run goes by the clock, not by steps.
+        runs_of: The contestant that it is with other settings, whose runs and step costs are its own.
         remark: How it is set up, for the page.
     """
 
@@ -63,7 +65,13 @@ class Contestant:
     curvature: bool = False
     code: Literal["torch", "kronfac"] = "torch"
     sampler: Callable[[int, Any, int], Any] | None = None
+    runs_of: str = ""
     remark: str = ""
+
+    @property
+    def recorded_as(self) -> str:
+        """The name in records."""
+        return self.runs_of or self.name
 
     def points(self, problem: Problem, weight_decays: Sequence[float]) -> list[Settings]:
         """All settings of the grid, at the contestant's usual mini-batch."""
@@ -146,6 +154,16 @@ def _soap(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     )
 
 
+def _ours(model: nn.Module, settings: Settings, **options: Any) -> torch.optim.Optimizer:
+    return WhitenedMomentum(
+        model,
+        _number(settings, "lr"),
+        weight_decay=_number(settings, "weight_decay"),
+        momentum=_number(settings, "momentum", 0.9),
+        **options,
+    )
+
+
 def _lbfgs(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(
         model.parameters(),
@@ -184,6 +202,8 @@ ADAPTIVE: Grid = {"lr": (1e-3, 3e-3, 1e-2, 3e-2)}
 ORTHOGONAL: Grid = {"lr": (3e-3, 1e-2, 3e-2, 1e-1)}
 MOMENTUM: Grid = {"lr": (0.03, 0.1, 0.3, 1.0)}
 NESTEROV: Grid = {"lr": (0.1, 0.3, 1.0, 3.0)}
+DEFAULT: Grid = {"lr": (0.01,), "weight_decay": (0.1,)}
+"""Those of `WhitenedMomentum(model)`."""
 TABLE = (
     _kfac("kfac", "K-FAC", "KFAC(model, loss), nothing tuned"),
     _kfac(
@@ -206,6 +226,19 @@ TABLE = (
         lambda model, loss, problem, settings: DenseLevenbergMarquardt(model),
         scheduled=False, curvature=True, code="kronfac",
         remark="DenseLevenbergMarquardt(model), residuals only",
+    ),
+    Contestant(
+        "ours-untuned", "WhitenedMomentum, untuned", _first_order(_ours), DEFAULT, code="kronfac",
+        runs_of="ours", remark="WhitenedMomentum(model)",
+    ),
+    Contestant(
+        "ours", "WhitenedMomentum", _first_order(_ours), ORTHOGONAL, {"momentum": 0.95}, decays=True,
+        code="kronfac", remark="WhitenedMomentum(model, lr, weight_decay=…)",
+    ),
+    Contestant(
+        "ours-without-a", "WhitenedMomentum without A", _first_order(partial(_ours, inputs=None)),
+        ORTHOGONAL, {"momentum": 0.95}, decays=True, code="kronfac",
+        remark="WhitenedMomentum(model, lr, weight_decay=…, inputs=None)",
     ),
     Contestant(
         "adamw", "AdamW", _first_order(_adamw), ADAPTIVE, {"beta2": 0.95}, decays=True,

@@ -61,6 +61,43 @@ def resnet() -> nn.Sequential:
     )
 
 
+class Bottleneck(nn.Module):
+    """Convolutions of 1, 3 and 1 pixels with BatchNorm beside a shortcut, as in ResNet-50."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *_normalised(inputs, width, 1, 1),
+            nn.ReLU(),
+            *_normalised(width, width, 3, stride),
+            nn.ReLU(),
+            *_normalised(width, 4 * width, 1, 1),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != 4 * width:
+            self.shortcut = nn.Sequential(*_normalised(inputs, 4 * width, 1, stride))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From (N, inputs, H, W) to (N, 4 width, H / stride, W / stride)."""
+        return F.relu(self.layers(x) + self.shortcut(x))
+
+
+def _normalised(inputs: int, outputs: int, size: int, stride: int) -> tuple[nn.Module, nn.Module]:
+    convolution = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
+    return convolution, nn.BatchNorm2d(outputs)
+
+
+def resnet50() -> nn.Sequential:
+    """ResNet-50 for images (N, 3, 224, 224) of 1,000 classes, whose steps are estimated and not taken."""
+    modules: list[nn.Module] = [*_normalised(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    inputs = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for k in range(blocks):
+            modules.append(Bottleneck(inputs, width, 2 if k == 0 and width > 64 else 1))
+            inputs = 4 * width
+    return nn.Sequential(*modules, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
+
+
 def conv_autoencoder(code: int = 30) -> nn.Sequential:
     """Strided convolutions to a code of 30 numbers, as in the paper's MNIST autoencoder, and back."""
     return nn.Sequential(

@@ -120,7 +120,7 @@ NETWORKS = (
         "gpt",
         f"{_TEXT}; GPT of 4 layers, width 128, 4 heads",
         _text, lambda: models.GPT(_symbols(), CONTEXT), nn.CrossEntropyLoss, misclassified, ERROR,
-        batches=(32, 64), evaluated=(64, 192), clip=1.0,
+        batches=(32, 16, 64), evaluated=(64, 192), clip=1.0,
     ),
     Problem(
         "lstm",
@@ -157,6 +157,6 @@ NETWORKS = (
         "tied_gpt",
         f"{_TEXT}; the GPT with its head tied to the embedding",
         _text, lambda: models.GPT(_symbols(), CONTEXT, tied=True), nn.CrossEntropyLoss, misclassified,
-        ERROR, batches=(32, 64), evaluated=(64, 192), clip=1.0,
+        ERROR, batches=(32, 16, 64), evaluated=(64, 192), clip=1.0,
     ),
 )  # fmt: skip

@@ -9,17 +9,21 @@ from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from rich.console import Console
 
+from kronfac import WhitenedMomentum
+from kronfac.whitened_momentum import ParameterPlan
 from kronfac_experiments.config import hint
 from kronfac_experiments.pages.document import Document, Picture, Table
 from kronfac_experiments.pages.drawn import BLACK, BLUE, GREEN, SKY, VERMILION, Style, png
 from kronfac_experiments.race.command import COMMITTED, lanes_of, race
 from kronfac_experiments.race.contestants import contestants_named
+from kronfac_experiments.race.models import GPT, resnet50
 from kronfac_experiments.race.plan import Lane, Terms, score
 from kronfac_experiments.race.problems import problems_named
 from kronfac_experiments.race.records import METRIC, SECONDS, STEP, TRAINING, VALIDATION, Run
@@ -150,7 +154,7 @@ def render(name: str, page: ResultPage, lanes: dict[str, list[Lane]]) -> Documen
     files = ", ".join(f"[{name}](runs/{name})" for name in sorted(names))
     tables, pictures = [_scores(lanes)], [draw(lanes, terms.budget["seconds"])]
     if page.detailed:
-        tables += [_beside_the_best(lanes), *_details(lanes)]
+        tables += [_beside_the_best(lanes), *_details(lanes), *_estimates()]
         pictures += [
             draw(lanes, terms.budget["seconds"], STEP),
             draw(lanes, terms.budget["seconds"], SECONDS, METRIC),
@@ -291,6 +295,44 @@ def _details(lanes: dict[str, list[Lane]]) -> list[Table]:
         _by_problem("Bytes of state over bytes of weights", lanes, memory),
         _by_problem("Settings", lanes, chosen, "As tuned, on a seed that is in no race."),
     ]
+
+
+def _estimates() -> list[Table]:
+    """What `WhitenedMomentum.plan` says of networks that are too large for this race."""
+    with torch.device("meta"):
+        networks = {
+            "ResNet-50, 64 images of 224 × 224 pixels": (resnet50(), torch.zeros(64, 3, 224, 224)),
+            "GPT of 18 layers, width 2,048 and 50,257 symbols, 32 windows of 1,024": (
+                GPT(50_257, 1024, 2048, 18, 16),
+                torch.zeros(32, 1024, dtype=torch.int64),
+            ),
+        }
+    tables = []
+    for name, (model, example) in networks.items():
+        plan = WhitenedMomentum(model).plan(example)
+        alike: dict[tuple[str, str], list[ParameterPlan]] = {}
+        for row in plan.rows:
+            shape = " × ".join(map(str, row.shape))
+            if row.products:
+                alike.setdefault((shape, row.method), []).append(row)
+        products = sum(row.products for row in plan.rows)
+        rows = [
+            (
+                *kind, str(len(some)),
+                f"{100 * sum(row.products for row in some) / products:.1f}",
+                f"{100 * sum(row.added for row in some) / products:.1f}",
+                f"{sum(row.bytes for row in some) / 1e6:,.1f}",
+            )
+            for kind, some in alike.items()
+        ]  # fmt: skip
+        size = sum(p.numel() for p in model.parameters())
+        note = (
+            f"{size / 1e6:,.0f} million parameters. All together: {plan.cost:.2f} × the operations of "
+            f"AdamW's step, counting products with weights only; state of {plan.state:.2f} × the weights."
+        )
+        columns = ("weights", "method", "number", "their products, %", "added, %", "state, MB")
+        tables.append(Table(f"Estimate: {name}", columns, rows, note, detail=True))
+    return tables
 
 
 def _contestants(lanes: dict[str, list[Lane]]) -> Table:

@@ -68,7 +68,7 @@ class Entry:
         """That of its record."""
         terms = self.terms
         return key(
-            self.problem.name, self.contestant.name, self.settings, self.seed, terms.budget,
+            self.problem.name, self.contestant.recorded_as, self.settings, self.seed, terms.budget,
             terms.schedule, terms.threads,
         )  # fmt: skip
 
@@ -100,7 +100,7 @@ class Lane:
     @property
     def tuning(self) -> list[list[Entry]]:
         """Stages of tuning; the second one follows from the first, and is empty until that has run."""
-        if not self.contestant.grid:
+        if len(self._points) == 1:
             return []
         stages = [self._entries(self._points, TUNING_SEED)]
         if self.terms.tune_fully and self.contestant.sampler is None:
@@ -150,6 +150,8 @@ class Lane:
         """
         if self.settings is not None:
             return [run for e in self.entries if (run := self.run_of(e)) is not None]
+        if any(self.run_of(entry) for stage in self.tuning for entry in stage):
+            return []  # it is being tuned
         found: dict[str, list[Run]] = {}
         for run in self.records:
             if self._is_raced(run):
@@ -162,13 +164,13 @@ class Lane:
 
     def cost(self, batch: float | None) -> Cost | None:
         """What its steps cost at this size of the mini-batch, if that has been measured."""
-        name = cost_key(self.problem.name, self.contestant.name, batch, self.terms.threads)
+        name = cost_key(self.problem.name, self.contestant.recorded_as, batch, self.terms.threads)
         return self.records.cost(name, self.terms.code(self.contestant))
 
     def _is_raced(self, run: Run) -> bool:
         terms = self.terms
         return (
-            (run.problem, run.contestant) == (self.problem.name, self.contestant.name)
+            (run.problem, run.contestant) == (self.problem.name, self.contestant.recorded_as)
             and (run.budget, run.schedule, run.threads)
             == (terms.budget, terms.schedule, terms.threads)
             and terms.code(self.contestant) in (None, run.code)

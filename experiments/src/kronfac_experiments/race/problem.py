@@ -36,8 +36,8 @@ class Problem:
         loss: A mean over examples.
         metric: What validation is measured by, lower is better.
         metric_name: With its unit.
-        batches: Sizes of mini-batches that may be tried, smallest first; None is all examples. The first
-            is the usual one, the last that of methods for large mini-batches.
+        batches: Sizes of mini-batches that may be tried; None is all examples. The first is the usual
+            one, the last that of methods for large mini-batches.
         evaluated: Examples for the training loss and for validation; None is all of them.
         loss_scale: Size of the loss over that of one class's cross-entropy, for SGD's rates.
         clip: Largest norm of a first-order method's gradient.

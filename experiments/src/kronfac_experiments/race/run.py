@@ -17,7 +17,7 @@ from kronfac import KronfacError
 from kronfac_experiments.race.contestants import Contestant, Schedule, Settings, rate
 from kronfac_experiments.race.problem import Batch, Problem, state_bytes
 
-MARKS = (0.0, 0.02, 0.05, *(k / 20 for k in range(2, 21)))
+MARKS = (0.0, 0.02, 0.05, *(k / 10 for k in range(1, 11)))
 """Shares of a run at which it is evaluated, closer at the start."""
 TUNING_MARKS = (0.5, 0.7, 0.8, 0.9, 1.0)
 TAIL = 9

@@ -1,4 +1,4 @@
-"""What K-FAC knows of layers: one file per kind, with its adapter and the torch functions that it calls."""
+"""The layers that K-FAC knows: one file per kind, with its adapter and its torch functions."""
 
 from kronfac.model.layers import attention as attention
 from kronfac.model.layers import bilinear as bilinear

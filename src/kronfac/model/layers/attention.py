@@ -1,12 +1,12 @@
 """nn.MultiheadAttention and F.multi_head_attention_forward, and with them nn.Transformer and its layers.
 
-Torch's own code runs, with other functions in the places of its projections, which record their uses.
+Torch's own code runs, but its projections are replaced by functions that record their uses.
 
-Queries, keys and values are products of the inputs with the rows of one packed weight (3 E, E), or with a
-weight each if keys and values have other widths. In self-attention that is one product. Else the packed
-weight has a use for the queries and one or two for keys and values, each with some of its rows: further
-places, with gradients that are zero in the other rows. Tensors inside are (length, batch, features):
-examples are dimension 1.
+Queries, keys and values are products of the inputs with the rows of one packed weight (3 E, E), or with
+three weights if keys and values have other widths. In self-attention the packed weight has one use. Else it
+has one use for the queries and one or two for keys and values, each of some of its rows: these are further
+places, with gradients of zero in the other rows. Tensors inside are (length, batch, features), so that
+examples are along dimension 1.
 """
 
 import inspect
@@ -31,7 +31,7 @@ def _attention(see: SeeFunctions, *args: Any, **kwargs: Any) -> tuple[Tensor, Te
     given = SIGNATURE.bind(*args, **kwargs).arguments
     see.give_up_inputs(FUNCTION, *(given.get(name) for name in INPUTS))
     query, bias = given["query"], given["in_proj_bias"]
-    # One (1, 1, E) for all examples: what attention makes of it is not seen.
+    # A (1, 1, E) for all examples, whose use is not recorded.
     see.give_up_inputs(FUNCTION, given["bias_k"], given["bias_v"])
     batch = query.shape[1] if query.dim() == 3 else 1
 
@@ -51,7 +51,7 @@ def _attention(see: SeeFunctions, *args: Any, **kwargs: Any) -> tuple[Tensor, Te
         return outputs
 
     names = {
-        # Without its question to the mode that this is called by.
+        # This runs inside the mode that records uses; torch's code would call that mode again.
         "has_torch_function": lambda tensors: False,
         "_in_projection_packed": packed,
         "_in_projection": separate,
@@ -106,7 +106,7 @@ class AttentionAdapter(Layer):
     """The packed weight with its bias, or a weight each and a bias for all."""
 
     def groups(self, module: nn.Module) -> list[tuple[str, ...]]:
-        """By how they are multiplied. The output projection is a module of its own."""
+        """The parameters that are multiplied together. The output projection is a module of its own."""
         return [
             ("in_proj_weight", "in_proj_bias"),
             ("q_proj_weight",),
@@ -115,7 +115,7 @@ class AttentionAdapter(Layer):
         ]
 
     def kind_of(self, module: nn.Module, first: str) -> Kind:
-        """What is added to numbers one by one, as biases for several weights are, is elementwise."""
+        """A bias that is shared by several weights is elementwise, all else is a matrix."""
         alone = first == "in_proj_bias" and module._parameters.get("in_proj_weight") is None
         return "elementwise" if alone else "matrix"
 

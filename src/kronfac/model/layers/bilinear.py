@@ -15,7 +15,7 @@ def _bilinear(
     outputs = torch.bilinear(input1, input2, weight, bias)
     see.give_up_inputs(torch.bilinear, input1, input2)
     if see.parameter(weight) is None and see.derived(weight) is None:
-        x = input1  # for the bias alone it makes no difference
+        x = input1  # only the bias has a use, and it ignores x
     else:
         x = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2)
     see.product(outputs, weight, x, bias, torch.bilinear)

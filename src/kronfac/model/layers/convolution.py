@@ -1,7 +1,7 @@
-"""Convolutions: at every place the weight, as a matrix (out, in / groups · kernel), times a patch.
+"""Convolutions: at every place, the weight as a matrix (out, in / groups · kernel) times a patch.
 
-A is taken from a sample of the places, G from all of them. A quarter of the patches is as good for A as all
-of them are, and to unfold them all would take many times the memory of the activations.
+A is estimated from a sample of the places, G from all of them. A quarter of the patches estimates A as well
+as all of them, and unfolding all of them would take many times the memory of the activations.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,25 +19,25 @@ from kronfac.model.layout import Layout
 from kronfac.model.registry import Layer, register
 
 PLACES = 1 / 4
-"""The share of places that A is taken from: as good as all of them."""
+"""The share of places from which A is estimated."""
 LEAST_ROWS = 2048
-"""Patches that A is taken from at the least, if there are as many."""
+"""The least number of patches from which A is estimated, if there are as many."""
 
 
 @dataclass(frozen=True)
 class Patches:
-    """The patches of padded images, cut out when they are needed."""
+    """The patches of padded images, copied when they are needed."""
 
     x: Tensor  # (images, channels, …), padded
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     reverse: bool = False
-    """Whether inputs ascend as the taps of the kernel descend, as in transposed convolutions."""
+    """Whether inputs ascend while taps of the kernel descend, as in transposed convolutions."""
     frames: int = 1
-    """The images of one example, one after the other: the frames of a video."""
+    """The number of successive images in one example, such as the frames of a video."""
     constants: tuple[float, ...] = ()
-    """Further columns that are the same at every place, such as the ones of a bias."""
+    """Further columns that are constant over the places, such as the ones of a bias."""
 
     @property
     def shape(self) -> torch.Size:
@@ -48,7 +48,6 @@ class Patches:
         return torch.Size((examples, self.frames * sizes.numel(), columns))
 
     def all(self) -> Tensor:
-        """ā, all of them."""
         return self._columns(self._windows()).reshape(self.shape)
 
     def rows(self) -> Tensor:
@@ -59,7 +58,7 @@ class Patches:
     def gradients(self, g: Tensor) -> Tensor:
         """Σ_places g āᵀ of every example, (examples, rows, columns), for g (examples, places, rows)."""
         windows, dims = self._windows(), len(self.kernel)
-        # With places last, patches are copied along the rows of the image, many numbers at a time.
+        # With places last, patches are copied along the rows of the image, which is faster.
         order = (0, *range(1 + dims, windows.dim()), *range(1, 1 + dims))
         places = self._sizes().numel()
         patches = windows.permute(order).reshape(len(self.x), -1, places)
@@ -74,7 +73,7 @@ class Patches:
         return replace(self, x=self.x[start * self.frames : stop * self.frames])
 
     def arranged(self, examples: int, constants: Sequence[float]) -> "Patches":
-        """These images as those of so many examples, with further columns."""
+        """These images as those of `examples` examples, with further columns."""
         return replace(self, frames=len(self.x) // examples, constants=tuple(constants))
 
     def _sizes(self) -> torch.Size:
@@ -105,13 +104,14 @@ class Patches:
 
 
 def sample_places(images: int, sizes: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
-    """Images and coordinates of the places that A is taken from, (vectors,) each; `sizes` of all of them.
+    """Images and coordinates, (vectors,) each, of the places from which A is estimated.
 
-    Evenly spaced, and shifted from image to image; all of them if there are few.
+    They are evenly spaced, with a shift from image to image, or all places if there are few. `sizes` are
+    the numbers of places along every dimension.
     """
     places = sizes.numel()
     wanted = max(PLACES * places, min(LEAST_ROWS / images, places))
-    step = min(max(int(places / wanted), 1), places)  # of few places, one
+    step = min(max(int(places / wanted), 1), places)  # at least one place per image
     n = torch.arange(images, device=device)[:, None]
     place = (torch.arange(places // step, device=device) * step + n % step).flatten()
     return n.expand(-1, places // step).flatten(), *torch.unravel_index(place, sizes)
@@ -144,7 +144,7 @@ def _observe(
     if not _concerns(see, function, weight, bias):
         return outputs
     kernel, dilation = tuple(weight.shape[2:]), _tuple(dilation, dims)
-    if padding == "same":  # the odd one of them goes to the end
+    if padding == "same":  # an odd padding has one more at the end
         total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         sides = [(t // 2, t - t // 2) for t in total]
     else:
@@ -175,10 +175,10 @@ def _observe_transposed(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Tensor:
-    """An input at place i reaches the outputs o = i · stride + k · dilation − padding, by tap k.
+    """An input at place i reaches the outputs o = i · stride + k · dilation − padding through tap k.
 
-    Seen from an output, that is a patch of the input with zeros between its places, in which inputs ascend
-    as taps descend.
+    So an output has a patch of the input, with zeros between its places, in which inputs ascend while taps
+    descend.
     """
     arguments = (stride, padding, output_padding, groups, dilation)
     outputs = not_a_view(function(input, weight, bias, *arguments))
@@ -208,7 +208,7 @@ def _concerns(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> bool:
-    """Whether there is a use to record; a weight that is computed from parameters is given up."""
+    """Whether there is a use to record; the parameters of a computed weight are given up."""
     if (derived := see.derived(weight)) is not None:
         see.give_up(derived.roots, function, computed=True)
     return see.parameter(weight) is not None or see.parameter(bias) is not None
@@ -263,10 +263,9 @@ for _dims in range(3):
 
 
 class ConvolutionAdapter(Layer):
-    """A convolution: small ones and those in groups have dense blocks."""
+    """A convolution, with or without groups."""
 
     def kind_of(self, module: nn.Module, first: str) -> Kind:
-        """By its groups."""
         return "convolution" if module.groups == 1 else "grouped"
 
 
@@ -274,7 +273,6 @@ class TransposedConvolutionAdapter(ConvolutionAdapter):
     """A transposed convolution, whose weight is stored as (in, out / groups, …)."""
 
     def swapped(self, module: nn.Module) -> int:
-        """Its groups."""
         groups = module.groups
         assert isinstance(groups, int)
         return groups

@@ -1,4 +1,4 @@
-"""Parameters that are added to, or multiplied with, numbers one by one: scales, positions, PReLU."""
+"""Parameters in elementwise sums and products: scales, positions, PReLU."""
 
 from typing import Any, ClassVar
 
@@ -18,8 +18,8 @@ def _of_parameters(see: SeeFunctions, value: Any) -> bool:
 def _binary(
     function: Function, see: SeeFunctions, a: Any, b: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """A function of two operands of which one may be a parameter."""
-    # Before it is called: it may write to its operands.
+    """A function of two operands, of which one may be a parameter."""
+    # Before the call, which may write to its operands.
     left, right = _of_parameters(see, a), _of_parameters(see, b)
     other = b if left else a
     kept = other.detach().clone() if _writes(function) and isinstance(other, Tensor) else other
@@ -43,7 +43,7 @@ def _binary(
 def _factor(
     function: Function, other: Tensor, value: Tensor, left: bool
 ) -> tuple[Tensor | None, bool]:
-    """∂ outputs / ∂ value, number by number; None for ones. And whether it is known."""
+    """∂ outputs / ∂ value, elementwise, None for ones; and whether it is known."""
     if function in _ADD:
         return None, True
     if function in _SUBTRACT:
@@ -81,7 +81,7 @@ for _function in _BINARY:
 
 @observes(Tensor.expand)
 def _expand(see: SeeFunctions, value: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
-    """A parameter that is repeated for every example, such as a class token."""
+    """A parameter that is expanded to all examples, such as a class token."""
     outputs = Tensor.expand(value, *sizes, **kwargs)
     n = see.uses.examples
     if (
@@ -107,7 +107,7 @@ def _prelu(see: SeeFunctions, input: Tensor, weight: Tensor) -> Tensor:
 
 
 class PReLUAdapter(Layer):
-    """The slope for negative inputs, one or one per channel."""
+    """The slope for negative inputs: one number, or one per channel."""
 
     kind: ClassVar[Kind] = "elementwise"
 

@@ -1,7 +1,7 @@
-"""Embeddings: every lookup is Vᵀ e_i, for the unit vector of an index i.
+"""Embeddings: every lookup of an index i is Vᵀ e_i, with the unit vector e_i.
 
-The second moments of the unit vectors are a diagonal, of how often every index comes up: never a matrix of
-vocabulary times vocabulary.
+The second moments of unit vectors are a diagonal, the frequencies of the indices. So there is never a
+matrix of vocabulary times vocabulary.
 """
 
 from typing import Any, ClassVar
@@ -35,7 +35,7 @@ def _embedding(
         return outputs
     _refuse(sparse, scale_grad_by_freq)
     scale = None
-    if padding_idx is not None:  # it gets no gradient
+    if padding_idx is not None:  # its row gets no gradient
         scale = (input != padding_idx % len(weight)).to(weight.dtype)
     see.uses.lookup(outputs, weight, input, scale)
     return outputs
@@ -43,7 +43,7 @@ def _embedding(
 
 @observes(Tensor.__getitem__)
 def _getitem(see: SeeFunctions, table: Tensor, index: Any) -> Tensor:
-    """E[i], for a parameter that is looked up by itself."""
+    """E[i], for a parameter E."""
     outputs = Tensor.__getitem__(table, index)
     if not _look_up(see, outputs, table, index):
         see.follow(Tensor.__getitem__, (table, index), {}, outputs)
@@ -59,7 +59,7 @@ def _index_select(see: SeeFunctions, input: Tensor, dim: int, index: Tensor) -> 
 
 
 def _look_up(see: SeeFunctions, outputs: Tensor, table: Tensor, index: Any) -> bool:
-    """Record that rows of a parameter were looked up, if they were; False if it is something else."""
+    """Record a lookup of rows of a parameter; return False if this is something else."""
     if see.parameter(table) is None or table.dim() != 2 or len(table) < 2:
         return False
     if not isinstance(index, Tensor) or index.dtype not in _WHOLE:
@@ -72,16 +72,16 @@ _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def _refusal(sparse: bool, by_frequency: bool) -> str:
-    """Why the gradients of a table are not those of the loss; empty if they are."""
+    """Why K-FAC refuses an embedding with these options; empty if it does not."""
     if sparse:
         return (
-            "KFAC needs dense gradients, but an embedding was made with sparse=True, whose gradients are "
-            "sparse. Make it with sparse=False; its curvature is kept as a diagonal over the vocabulary."
+            "KFAC needs dense gradients; an embedding was made with sparse=True. Make it with "
+            "sparse=False: its curvature needs no more memory than a diagonal over the vocabulary."
         )
     if by_frequency:
         return (
-            "KFAC needs gradients of the loss, but an embedding was made with scale_grad_by_freq=True, "
-            "which divides them by counts of the mini-batch. Make it without."
+            "KFAC needs gradients of the loss; an embedding was made with scale_grad_by_freq=True, which "
+            "divides them by counts of the mini-batch. Make it without."
         )
     return ""
 
@@ -115,7 +115,7 @@ def _embedding_bag(
     if mode == "max":
         see.give_up([weight], functional.embedding_bag)
         return outputs
-    # By hand, so that every lookup is seen with the gradient of its bag.
+    # Each lookup is recorded by itself, with the gradient of its bag.
     bags, counted = _bags(input, offsets, include_last_offset, len(outputs))
     scale = counted if padding_idx is None else counted & (input.flatten() != padding_idx)
     factor = scale.to(weight.dtype)
@@ -130,7 +130,7 @@ def _embedding_bag(
 
 
 def _bags(input: Tensor, offsets: Tensor | None, last: bool, bags: int) -> tuple[Tensor, Tensor]:
-    """The bag of every index, and whether it is in one."""
+    """The bag of every index, and whether the index is in a bag."""
     if offsets is None:
         numbers = torch.arange(len(input), device=input.device).repeat_interleave(input.shape[1])
     else:

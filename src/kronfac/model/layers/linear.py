@@ -47,7 +47,7 @@ def _record(
 
 def _matmul(function: Function, see: SeeFunctions, *args: Any, **kwargs: Any) -> Tensor:
     outputs: Tensor = function(*args, **kwargs)
-    # The first is called input or self, the second other, mat2 or tensor2.
+    # Keyword arguments: the first is input or self, the second other, mat2 or tensor2.
     a, b, *_ = (*args, *(kwargs[name] for name in _OPERANDS if name in kwargs))
     if function is Tensor.__rmatmul__:
         a, b = b, a
@@ -110,7 +110,7 @@ def _addmm(
     if derived is not None and derived.transposed:
         _record(see, outputs, mat1, derived.roots[0], input, torch.addmm)
     elif (weight := see.parameter(mat2)) is not None:
-        # Stored as (in, out): a unit that has it swapped sees [Wᵀ b], another one Wᵀ alone.
+        # W is stored as (in, out): a unit with swapped weights has [Wᵀ b], another unit Wᵀ without b.
         if see.uses.swapped(weight):
             see.uses.product(outputs, [(weight, mat1), (see.parameter(input), None)])
         else:

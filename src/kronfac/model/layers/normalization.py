@@ -1,7 +1,7 @@
-"""Normalisation layers: scale and shift of numbers that have been normalised, s = w ⊙ x̂ + b.
+"""Normalisation layers: scale and shift of the normalised inputs, s = w ⊙ x̂ + b.
 
-Scale and shift are two columns of one matrix V (features, 2), with a dense block over the gradients of
-single examples: it reaches nearly all that any block can, where a diagonal reaches half or less.
+Scale and shift are two columns of one matrix V (features, 2) with a dense block. It reaches nearly all of
+the best possible decrease, a diagonal block half of it or less.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from kronfac.model.registry import Layer, register
 def _normalize(
     function: Function, signature: inspect.Signature, see: SeeFunctions, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """The function without its parameters, then w ⊙ x̂ + b with both broadcast."""
+    """Call the function without its parameters, then compute w ⊙ x̂ + b."""
     given = signature.bind(*args, **kwargs).arguments
     weight, bias = given.pop("weight", None), given.pop("bias", None)
     x = function(**given)

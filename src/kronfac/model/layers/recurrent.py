@@ -1,15 +1,16 @@
 """nn.LSTM, nn.GRU, nn.RNN: every layer and direction has V = [W_ih b_ih] and [W_hh b_hh].
 
-Torch computes the states, one layer at a time. From them the products of all time steps are computed again,
-at once: s = W_ih x + b_ih and q = W_hh h₋ + b_hh, with h₋ the states one step before, taken as constants.
-Then the states follow from s and q, step by step, so that gradients go back through time. So each matrix
-has one use, with time steps as places, and its gradient is that of the whole recurrence. With σ = sigmoid:
+Torch computes the states, one layer at a time. From these states, the products of all time steps are
+computed again at once: s = W_ih x + b_ih and q = W_hh h₋ + b_hh, with the states h₋ one step before as
+constants. Then the states are computed from s and q step by step, so that gradients flow through time. So
+each matrix has one use, with time steps as places, and the gradient of the whole recurrence. With
+σ = sigmoid:
 
 - RNN:   h = f(s + q)
 - LSTM:  c = σ_f c₋ + σ_i tanh(s_g + q_g),  h = u = σ_o tanh c, or W_hr u
 - GRU:   n = tanh(s_n + σ_r q_n),  h = (1 − σ_z) n + σ_z h₋
 
-Tensors are (time, batch, features), gates side by side: examples are dimension 1.
+Tensors are (time, batch, features), with the gates side by side in the features: examples are dimension 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from kronfac.model.layout import Layout
 from kronfac.model.registry import Layer, register
 
 Step = Callable[..., tuple[Tensor, ...]]
-"""From s and q of one time step, and the states before it, to the states after it, h first."""
+"""From s and q of one time step and the states before it to the states after it, with h first."""
 
 
 def _relu(s: Tensor, q: Tensor, h: Tensor) -> tuple[Tensor]:
@@ -52,20 +53,20 @@ def _gru(s: Tensor, q: Tensor, h: Tensor) -> tuple[Tensor]:
 
 @dataclass(frozen=True)
 class Times:
-    """Sequences as (time, batch, features), those of different lengths with zeros after them."""
+    """Sequences as (time, batch, features), with zeros after those that are shorter."""
 
     counts: Tensor | None = None
-    """(time, batch), whether a sequence goes on; None if all are as long."""
+    """(time, batch), whether a sequence has this time; None if all are equally long."""
     batch_sizes: Tensor | None = None
 
     @classmethod
     def packed(cls, batch_sizes: Tensor, device: torch.device) -> "Times":
-        """The times of sequences that are ordered by length, by how many go on at every time."""
+        """From the number of sequences at every time, for sequences ordered by length."""
         numbers = torch.arange(int(batch_sizes[0]))
         return cls((numbers < batch_sizes.unsqueeze(1)).to(device), batch_sizes)
 
     def padded(self, data: Tensor) -> Tensor:
-        """(time, batch, features) from what torch has: the same, or (all times, features)."""
+        """(time, batch, features) from torch's layout, which is the same or (all times, features)."""
         if self.counts is None:
             return data
         return data.new_zeros(*self.counts.shape, data.shape[-1]).masked_scatter(
@@ -73,11 +74,11 @@ class Times:
         )
 
     def data(self, x: Tensor) -> Tensor:
-        """The reverse."""
+        """Torch's layout from (time, batch, features)."""
         return x if self.counts is None else x[self.counts]
 
     def backwards(self, x: Tensor) -> Tensor:
-        """Every sequence from its end to its beginning, which is its own reverse."""
+        """Every sequence from its end to its beginning."""
         if self.counts is None:
             return x.flip(0)
         time = torch.arange(len(x), device=x.device).unsqueeze(1)
@@ -86,7 +87,7 @@ class Times:
 
 
 def _recurrent(function: Function, step: Step, see: SeeFunctions, *args: Any) -> tuple[Tensor, ...]:
-    """What `function` computes: (input, states, parameters, …), or (data, batch sizes, states, …)."""
+    """Compute `function` of (input, states, parameters, …), or of (data, batch sizes, states, …)."""
     packed = isinstance(args[3], (list, tuple))
     data, given = args[0], args[2 if packed else 1]
     flat, bias, layers, dropout, training, both = args[3:9] if packed else args[2:8]
@@ -144,15 +145,15 @@ def _direction(
     """The outputs of one direction of a layer, with their graph, and its last states.
 
     Args:
-        see: what records uses.
-        function: torch's.
+        see: records the uses.
+        function: torch's function.
         step: its equations.
         counts: which places count, see `Times`.
         x: the inputs.
         found: h as torch computes it.
         begin: the first states, (batch, features) each.
         parameters: W_ih, W_hh, b_ih and b_hh if there are any, W_hr if there is one.
-        bias: whether there are.
+        bias: whether there are b_ih and b_hh.
     """
     W_ih, W_hh, *others = parameters
     b_ih, b_hh = others[:2] if bias else (None, None)
@@ -163,7 +164,7 @@ def _direction(
         see.product(outputs, weight, a, bias, function, Layout(dim=1, counts=counts))
         return outputs
 
-    # A product with a bias is faster if its inputs are contiguous.
+    # A product with a bias is faster for contiguous inputs.
     s, q = product(x.contiguous(), W_ih, b_ih), product(before, W_hh, b_hh)
 
     W = W_hh.detach().mT
@@ -173,10 +174,10 @@ def _direction(
         states, outputs = list(begin), []
         times = zip(s.unbind(), q.unbind(), before.unbind(), strict=True)
         for t, (s_t, q_t, h) in enumerate(times):
-            # What is added is zero, and has the derivative of q by h₋.
+            # The addend is zero, with the derivative of q by h₋.
             u, *rest = step(s_t, torch.addmm(q_t, states[0] - h, W), *states)
             new = [project(t, u), *rest]
-            if counts is not None:  # a sequence that has ended stays as it is
+            if counts is not None:  # the states of a sequence that has ended stay
                 pairs = zip(new, states, strict=True)
                 new = [torch.where(counts[t].unsqueeze(-1), now, old) for now, old in pairs]
             states = new
@@ -258,7 +259,7 @@ class CellAdapter(Layer):
     """Two matrices with their biases."""
 
     def groups(self, module: nn.Module) -> list[tuple[str, ...]]:
-        """For inputs and states."""
+        """Two matrices: for inputs and for states."""
         return [("weight_ih", "bias_ih"), ("weight_hh", "bias_hh")]
 
 
