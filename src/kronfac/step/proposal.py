@@ -343,9 +343,7 @@ def apply_rates(proposer: Proposer, proposal: Proposal, rates: PerParameter) -> 
         nothing = tuple(torch.zeros_like(V) for V in proposal.delta)
         momentum = nothing if proposer.state.momentum is None else proposer.state.momentum
         still = replace(step, predicted_change=0.0, slope=0.0)
-        return replace(
-            proposal, step=still, delta=nothing, momentum=momentum, slope=0.0, change=None
-        )
+        return replace(proposal, step=still, delta=nothing, momentum=momentum, slope=0.0)
     shared = proposal.momentum is proposal.delta
     network = proposer.network
     if rates.uniform:
@@ -357,7 +355,6 @@ def apply_rates(proposer: Proposer, proposal: Proposal, rates: PerParameter) -> 
             step=replace(step, predicted_change=slope + bend, slope=slope),
             delta=delta,
             slope=slope,
-            change=None,
         )
     delta = _times(network, rates, proposal.delta)
     relative = PerParameter(
