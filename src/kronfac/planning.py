@@ -42,8 +42,7 @@ from kronfac.model.nested import tensors_of
 from kronfac.model.network import Learned
 from kronfac.model.own_pass import Context, full_precision
 from kronfac.record import Batch, Pass, record, sizes, subsets
-from kronfac.record.chain import find_chains
-from kronfac.record.discovery import discover
+from kronfac.record.discovery import discover, find_chains
 from kronfac.record.examples import check_examples
 from kronfac.settings import LONGEST_INTERVAL, Settings
 from kronfac.storage import tensors_in

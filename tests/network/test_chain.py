@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from kronfac.curvature import KroneckerBlock
 from kronfac.model import LinearAdapter, Network, registry
 from kronfac.record import LossCall, ModelCall, Pass
-from kronfac.record.chain import chain_network, find_chains
+from kronfac.record.discovery import chain_network, find_chains
 from tests.conftest import mlp, network_of, normal
 
 

@@ -17,8 +17,7 @@ from kronfac.linearize.by_hand import pass_by_hand
 from kronfac.model import Network, RandomState, refuse_changes
 from kronfac.model.own_pass import Context
 from kronfac.record import Batch, MiniBatchClosure, Recorder, record
-from kronfac.record.chain import chain_network
-from kronfac.record.discovery import discover
+from kronfac.record.discovery import chain_network, discover
 from kronfac.record.examples import check_examples
 from kronfac.step.evaluation import Evaluation, as_loss, like
 
