@@ -181,7 +181,7 @@ def test_gauss_newton_refuses_a_loss_that_is_no_mean_over_its_terms():
     def summed(z, y):
         return functional.huber_loss(z, y, reduction="sum")
 
-    with pytest.raises(UnsupportedLossError, match="If it is a sum, say so"):
+    with pytest.raises(UnsupportedLossError, match="If it is a sum, pass reduction="):
         kronfac.GaussNewton(summed).check_terms(Z, Y)
     kronfac.GaussNewton(summed, reduction="sum").check_terms(Z, Y)
 

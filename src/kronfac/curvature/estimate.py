@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kronfac.curvature.block import Average, Block, Moments, Product, Summands
-from kronfac.curvature.fisher import Draws, Fisher, Outputs, Signs
+from kronfac.curvature.fisher import Draws, Fisher, Outputs, draw_seed, with_signs
 from kronfac.curvature.inverse import Curvature, InverseUpdate, Link
 from kronfac.curvature.kronecker import KroneckerBlock, uses_of
 from kronfac.curvature.taps import Rows, SummedGradient, Tap, Taps
@@ -135,7 +135,7 @@ def estimate(
     averages = [block.average(own, decay) for block, own in zip(blocks, known, strict=True)]
     chains = Chains(blocks, links, old, decay)
     met = [False] * len(blocks)
-    signs: Signs | None = None
+    seed: int | None = None
     summed, divided = _SummedGradients(), sample.world.size > 1 or len(sample.passes) > 1
     for visit in _visits(sample, fisher, generator):
         part, view = visit.part, visit.view
@@ -145,11 +145,12 @@ def estimate(
         # Places are left out only if one vector has all terms, and no chain needs equal rows of two units.
         padded = sample.padded and fisher.independent and not any(links)
         padded = padded and any(map(_has_padding, part.terms))
-        if not fisher.independent and view.summed:
-            signs = signs or Signs(generator)  # on all ranks, so that their streams stay alike
+        signed = not fisher.independent and view.summed
+        if signed and seed is None:
+            seed = draw_seed(generator)  # on all ranks, so that their streams stay equal
         for number, vectors in enumerate(fisher.vectors(visit.outputs)):
-            if signs is not None and view.summed and not sample.weightless:
-                vectors = visit.with_signs(vectors, number, signs, sample.examples)  # noqa: PLW2901
+            if signed and seed is not None and not sample.weightless:
+                vectors = visit.with_signs(vectors, number, seed, sample.examples)  # noqa: PLW2901
             weighed = [
                 None if v is None else terms.weigh_by_root(v, scale)
                 for terms, v in zip(part.terms, vectors, strict=True)
@@ -307,18 +308,17 @@ class _Visit:
     """For every loss call, the number of terms on all ranks, and that of its first term among them."""
 
     def with_signs(
-        self, vectors: Sequence[Tensor | None], number: int, signs: Signs, examples: int
+        self, vectors: Sequence[Tensor | None], number: int, seed: int, examples: int
     ) -> list[Tensor | None]:
         """The vectors with a random sign per example, or per term if terms do not belong to examples."""
         own = self.part.examples
         signed: list[Tensor | None] = []
         for call, (v, (total, start)) in enumerate(zip(vectors, self.terms, strict=True)):
-            if v is None:
-                signed.append(None)
-                continue
-            whole = self.part.apart and len(v) % own == 0
-            place = (own, examples, self.start) if whole else (len(v), total, start)
-            signed.append(signs.times(v, (number, call), place))
+            if v is not None:
+                whole = self.part.apart and len(v) % own == 0
+                place = (own, examples, self.start) if whole else (len(v), total, start)
+                v = with_signs(v, seed, (number, call), place)  # noqa: PLW2901
+            signed.append(v)
         return signed
 
 

@@ -209,27 +209,25 @@ def child_seed(seed: int, number: int) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
-class Signs:
-    """A random sign for every vector and example, by the example's number among those of all ranks."""
+def with_signs(
+    vectors: Tensor, seed: int, key: tuple[int, int], place: tuple[int, int, int]
+) -> Tensor:
+    """The vectors with a random sign for every example, by its number among the examples of all ranks.
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self._seed, self._device = draw_seed(generator), generator.device
+    Args:
+        vectors: for the terms of some examples, (terms, event).
+        seed: the same on all ranks.
+        key: the numbers of the vector and of the loss call.
+        place: the number of these examples, the number on all ranks, and the number of the first.
+    """
+    count, total, start = place
+    seed = child_seed(child_seed(seed, key[0]), key[1])
+    generator = torch.Generator(vectors.device).manual_seed(seed)
+    bits = Draws(_bits, total, generator).between(start, start + count)
+    assert bits is not None
+    signs, each = (2 * bits[0] - 1).to(vectors.dtype), len(vectors) // count
+    return vectors * signs.repeat_interleave(each).unsqueeze(-1)
 
-    def times(self, vectors: Tensor, key: tuple[int, int], place: tuple[int, int, int]) -> Tensor:
-        """The vectors, with their signs.
 
-        Args:
-            vectors: for the terms of some examples, (terms, event).
-            key: the numbers of the vector and of the loss call.
-            place: the number of these examples, the number on all ranks, and the number of the first.
-        """
-        count, total, start = place
-        seed = child_seed(child_seed(self._seed, key[0]), key[1])
-        generator = torch.Generator(self._device).manual_seed(seed)
-        draws = Draws(self._draw, total, generator).between(start, start + count)
-        assert draws is not None
-        drawn, each = (2 * draws[0] - 1).to(vectors.dtype), len(vectors) // count
-        return vectors * drawn.repeat_interleave(each).unsqueeze(-1)
-
-    def _draw(self, count: int, generator: torch.Generator) -> Tensor:
-        return torch.randint(2, (1, count), generator=generator, device=self._device)
+def _bits(count: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(2, (1, count), generator=generator, device=generator.device)

@@ -230,33 +230,25 @@ def _way(network: Network, call: ModelCall) -> _Way | None:
     modules = _modules(network.model)
     if modules is None or len(call.args) != 1 or call.kwargs:
         return None
-    units, x = network.units, call.args[0]
-    linear = [module for module in modules if not _elementwise(module)]
-    if len(linear) != len(units) or any(
-        [*map(id, unit.parameters)] != [*map(id, _parameters(module))]
-        for unit, module in zip(units, linear, strict=True)
-    ):
-        return None  # layers are frozen, shared, unused or in another order
-    if not isinstance(x, Tensor) or x.dim() != 2 or x.dtype != network.dtype:
-        return None
-    front, *segments = _segments(modules)
-    return _Way(x.detach(), front, segments)
-
-
-def _parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
-    own = module._parameters
-    return tuple(p for p in (own["weight"], own["bias"]) if p is not None)
-
-
-def _segments(modules: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """The functions before the first layer, then those after each layer."""
+    layers: list[list[int]] = []
     segments: list[list[nn.Module]] = [[]]
     for module in modules:
         if _elementwise(module):
             segments[-1].append(module)
         else:
+            layers.append([*map(id, _parameters(module))])
             segments.append([])
-    return segments
+    if layers != [[*map(id, unit.parameters)] for unit in network.units]:
+        return None  # layers are frozen, shared, unused or in another order
+    x = call.args[0]
+    if not isinstance(x, Tensor) or x.dim() != 2 or x.dtype != network.dtype:
+        return None
+    return _Way(x.detach(), segments[0], segments[1:])
+
+
+def _parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
+    own = module._parameters
+    return tuple(p for p in (own["weight"], own["bias"]) if p is not None)
 
 
 def _modules(model: nn.Module) -> list[nn.Module] | None:
