@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from kronfac.errors import ClosureError, LoopError, TargetError
 from kronfac.model.own_pass import instead_of_checkpoints, not_reentrant
-from kronfac.model.side_effects import Buffers, register_hooks, remove_hooks
+from kronfac.model.side_effects import Buffers, eager_modules, register_hooks, remove_hooks
 from kronfac.objective import Objective
 from kronfac.record.batch import Batch
 from kronfac.record.losses import SeenLoss, assemble
-from kronfac.record.mode import Recording, is_compiled
+from kronfac.record.mode import Recording
 
 
 class ClosureRecording(Recording):
@@ -60,7 +60,7 @@ def record(
     """
     own: nn.Module = getattr(model, "_orig_mod", model)
     recording = ClosureRecording(model, objective, Buffers(own) if buffers is None else buffers)
-    recording.paths = {module: path for path, module in _modules(model)}
+    recording.paths = {module: path for path, module in eager_modules(model)}
     with ExitStack() as stack:
         for module in recording.paths:
             hooks = register_hooks(module, recording.before_model, recording.after_model)
@@ -68,21 +68,6 @@ def record(
         stack.enter_context(instead_of_checkpoints(not_reentrant))
         stack.enter_context(recording)
         yield recording
-
-
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The model and the modules in it that have something to train, each once.
-
-    Not those inside of compiled ones, which a hook would make the compiler compile again.
-    """
-    compiled: tuple[str, ...] = ()
-    for path, module in model.named_modules():
-        idle = path and not any(p.requires_grad for p in module.parameters())
-        if idle or path.startswith(compiled) or isinstance(module, torch.jit.ScriptModule):
-            continue
-        yield path, module
-        if is_compiled(module):
-            compiled += (f"{path}." if path else "",)
 
 
 class MiniBatchClosure:

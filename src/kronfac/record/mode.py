@@ -289,8 +289,3 @@ class Recording(TorchFunctionMode):
     def _dtype(self) -> torch.dtype:
         """The dtype of the trained parameters."""
         return next(p.dtype for p in self.model.parameters() if p.requires_grad)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of the module is compiled."""
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
