@@ -38,7 +38,7 @@ from kronfac.model import (
     refuse_changes,
     remove_hooks,
 )
-from kronfac.model.own_pass import full_precision
+from kronfac.model.side_effects import full_precision
 from kronfac.objective import objective_of
 from kronfac.record import Recorder
 from kronfac.settings import (

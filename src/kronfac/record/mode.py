@@ -19,12 +19,14 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from kronfac.errors import ClosureError, TargetError
 from kronfac.model.nested import Ref, as_plain, map_leaves, tensors_of
-from kronfac.model.own_pass import instead_of_checkpoints, mixed, not_reentrant
 from kronfac.model.side_effects import (
     Buffers,
     Kept,
     RandomState,
     device_of,
+    instead_of_checkpoints,
+    mixed,
+    not_reentrant,
     register_hooks,
     remove_hooks,
 )

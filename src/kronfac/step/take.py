@@ -16,7 +16,7 @@ from kronfac.control import Pending
 from kronfac.distributed import World
 from kronfac.groups import PerParameter
 from kronfac.model import Matrices, restore
-from kronfac.model.own_pass import Context, full_precision
+from kronfac.model.side_effects import Context, full_precision
 from kronfac.report import REJECTED_BY, Event, EventKind, StepReport, Stopwatch
 from kronfac.settings import Settings
 from kronfac.step.collect import Scaling, evaluate_closure, evaluate_loop, join_ranks
