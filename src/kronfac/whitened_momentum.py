@@ -420,7 +420,8 @@ class WhitenedMomentum(torch.optim.Optimizer):
         if not (self._shown or iteration):
             warn(
                 "WhitenedMomentum has seen no product of a weight in a forward pass with gradients, and "
-                "uses Adam for all parameters. Give it the module that the loop calls, compiled if that is."
+                "uses Adam for all parameters. Give it the module that the loop calls or, if "
+                "that is compiled, the one that torch.compile(model) returns."
             )
         if self.inputs is None or not due(iteration, self.inputs.interval):
             return
