@@ -28,7 +28,7 @@ from kronfac.control.gamma import (
     GammaSearch,
     GammaState,
 )
-from kronfac.control.long_memory import LongMemory, MemoryState
+from kronfac.control.long_memory import NO_MEMORY, LongMemory, MemoryState
 from kronfac.control.step_rule import (
     ConjugateGradients,
     QuadraticModel,
@@ -42,6 +42,7 @@ from kronfac.control.step_rule import (
 )
 
 __all__ = [
+    "NO_MEMORY",
     "ROUNDING",
     "Acceptance",
     "AcceptanceState",
