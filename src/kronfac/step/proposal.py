@@ -10,19 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kronfac.control import (
-    Coefficients,
-    Matrix,
-    Measurement,
-    Step,
-    StepRule,
-    StepState,
-    clip_to_objective,
-    clip_to_radius,
-    quadratic_form,
-    refine,
-)
-from kronfac.control.base import inner
+from kronfac.control import Measurement, Step, StepRule, StepState
+from kronfac.control.base import Coefficients, Matrix, inner, quadratic_form
+from kronfac.control.step_rule import clip_to_objective, clip_to_radius, refine
 from kronfac.curvature import Curvature, DampedInverse
 from kronfac.groups import PerParameter
 from kronfac.linalg import OuterProduct, dot, low_rank_pays

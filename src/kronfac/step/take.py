@@ -28,7 +28,7 @@ from kronfac.step.proposal import ONE, Proposer, apply_rates
 from kronfac.step.refresh import best_proposal
 from kronfac.step.state import State
 from kronfac.step.validation import Validation, compare_average, pending, validate
-from kronfac.warn import warn
+from kronfac.warn import warn_once
 
 Closure = Callable[[], Any]
 
@@ -137,7 +137,7 @@ class _Attempt:
         )
         evaluation = self._join_ranks(own)
         if evaluation is not None and recorder.since.added_to_old:
-            self._warn_once({"zero_grad": NOT_ZEROED_WARNING})
+            warn_once(self.optimizer._warned, "zero_grad", NOT_ZEROED_WARNING)
             return evaluation
         return None if evaluation is None else self._checked(evaluation, scaling.unscaled)
 
@@ -161,14 +161,9 @@ class _Attempt:
                 left_out=self.optimizer._left_out,
             )
         self.state = replace(self.state, gradients=gradients)
-        self._warn_once(found.warnings)
+        for kind, message in found.warnings.items():
+            warn_once(self.optimizer._warned, kind, message)
         return found.evaluation
-
-    def _warn_once(self, messages: dict[str, str]) -> None:
-        for kind, message in messages.items():
-            if kind not in self.optimizer._warned:
-                self.optimizer._warned.add(kind)
-                warn(message)
 
     def validate(self, evaluation: Evaluation) -> Validation:
         """The last step on this mini-batch, before a new one is computed."""
