@@ -266,12 +266,11 @@ def _continued(unit: Unit, state: UnitState, blocks: Blocks) -> Unit:
         return unit.unobserved("not all uses of it were seen when the state was saved")
     if not state.kind:
         return unit
-    kinds: tuple[Kind, ...] = get_args(Kind)
-    for kind in kinds:
-        if kind == state.kind:
-            block = blocks.choose(kind, *unit.shape)
-            return replace(unit, block=block, kind=kind, original=unit)
-    raise StateError(
-        f"The state's kind of use of {unit.name!r} must be one of {kinds}; got {state.kind!r}. Load an "
-        "earlier state."
-    )
+    kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
+    if state.kind not in kinds:
+        raise StateError(
+            f"The state's kind of use of {unit.name!r} must be one of {tuple(kinds)}; got {state.kind!r}. "
+            "Load an earlier state."
+        )
+    kind = kinds[state.kind]
+    return replace(unit, block=blocks.choose(kind, *unit.shape), kind=kind, original=unit)
