@@ -91,12 +91,12 @@ class SeeFunctions(TorchFunctionMode):
         return value if known else None
 
     def derived(self, value: Any) -> Derived | None:
-        """What is known of a tensor that was computed from parameters."""
+        """How a tensor was computed, if it was from parameters alone."""
         found = self._derived.get(id(value))
         return found if found is not None and found.value is value else None
 
     def follow(self, func: Function, args: Any, kwargs: Any, result: Any) -> None:
-        """Remember what was made of parameters, or that they were used in a way that is not understood."""
+        """Follow parameters through a function without an observer; a use with other inputs is unseen."""
         leaves = tensors_of((args, kwargs))
         own = [leaf for leaf in leaves if self.parameter(leaf) is not None]
         others = [found.roots for leaf in leaves if (found := self.derived(leaf)) is not None]

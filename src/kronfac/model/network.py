@@ -52,7 +52,7 @@ class Learned:
     """In a saved state, the units in their order; none before the first pass was looked at."""
 
     def copy(self, units: tuple[UnitState, ...] = ()) -> "Learned":
-        """One that stays as it is."""
+        """A copy that later passes do not change."""
         return replace(self, dims=dict(self.dims), units=units)
 
 
@@ -98,7 +98,7 @@ class Network:
 
     @property
     def versions(self) -> list[tuple[int, int]]:
-        """Changes when a parameter is written to or its memory replaced; not by writes through `p.data`."""
+        """Changes when a parameter is written to or gets new memory, but not by writes to `p.data`."""
         return [(p.data_ptr(), p._version) for p in self.parameters]
 
     @cached_property
@@ -111,7 +111,7 @@ class Network:
         )
 
     def unused(self, number: int) -> list[Tap]:
-        """What a unit shows that no example uses: zeros."""
+        """The taps of a unit that no example uses: zeros."""
         unit = self.units[number]
         rows, columns = (
             torch.zeros(1, 1, size, dtype=unit.dtype, device=self.device) for size in unit.shape
@@ -161,7 +161,7 @@ class Network:
             put_back(list(zip(parameters, kept, strict=True)))
 
     def learned_state(self) -> Learned:
-        """What passes have shown of it, to be saved."""
+        """What passes have shown of the network, to be saved."""
         units = self.units if self.discovered else ()
         return self.learned.copy(tuple(UnitState(unit.kind, unit.observed) for unit in units))
 

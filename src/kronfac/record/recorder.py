@@ -48,7 +48,7 @@ class Since:
     """The operation that ended the way from a loss call back to the model; none if no call ended there."""
 
     def copy(self) -> "Since":
-        """One that stays as it is."""
+        """A copy that later passes do not change."""
         return replace(self, losses=dict(self.losses), outputs=dict(self.outputs))
 
 
@@ -72,7 +72,7 @@ class Recorder:
         self._running = _Running()
         self._paused = 0
         self._stepped: list[tuple[TensorWeakRef, int]] = []
-        """The gradients that the last step went by, with their versions."""
+        """The gradients that the last step used, with their versions."""
         self.handles = [
             *register_hooks(model, self._before_model, self._after_model),
             *register_hooks(objective.module, self._before_loss, self._after_loss),
