@@ -29,7 +29,7 @@ from kronfac.curvature import Tap
 from kronfac.linalg import OuterProduct, take
 from kronfac.linearize.elementwise import ELEMENTWISE, Applied, Slope, apply, slopes
 from kronfac.model import Matrices, Network, RandomState, Unit, hooked, replay, without_hooks
-from kronfac.model.own_pass import mixed
+from kronfac.model.side_effects import mixed
 from kronfac.record import Batch, LossCall, MiniBatchClosure, ModelCall, Pass, Ref
 
 

@@ -14,7 +14,7 @@ from kronfac.distributed import OwnPart, Portion, World, fingerprint, gather_par
 from kronfac.groups import PerParameter
 from kronfac.linearize.by_hand import pass_by_hand
 from kronfac.model import Network, RandomState, refuse_changes
-from kronfac.model.own_pass import Context
+from kronfac.model.side_effects import Context
 from kronfac.record import Batch, MiniBatchClosure, Recorder, record
 from kronfac.record.discovery import chain_network, discover
 from kronfac.record.examples import check_examples
@@ -83,7 +83,7 @@ def evaluate_closure(
         network: the units that are trained.
         weight_decay: η.
         inverse: how the curvature is inverted.
-        callers: the context that the closure is called in, see `model/own_pass.py`.
+        callers: the context that the closure is called in, see `model/side_effects.py`.
 
     Raises:
         ClosureError: it did not do what a step needs.
