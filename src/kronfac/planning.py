@@ -47,6 +47,7 @@ from kronfac.storage import tensors_in
 
 T = TypeVar("T")
 
+BY_HAND, FORWARD_MODE, FINITE_DIFFERENCES = "by hand", "forward mode", "finite differences"
 FEW = 8
 """Examples that are counted, if the mini-batch can be divided into examples."""
 FIRST, LATER = range(2, 102), range(101, 201)
@@ -56,9 +57,10 @@ CALL = 7e5
 and the Python around it, on a CPU. `kronfac bench network-step` compares plans with measurements."""
 UPDATE_CALLS, STEP_CALLS, REFRESH_CALLS, PRODUCT_CALLS = 4, 40, 10, 3
 """Calls of SGD's update, of a step besides its passes, of a unit's damped inverse and of its product."""
-WITHOUT_GRAPH = 1 / 3
-"""What a call counts in finite differences, where no graph is made."""
-BY_HAND, FORWARD_MODE, FINITE_DIFFERENCES = "by hand", "forward mode", "finite differences"
+WITHOUT_GRAPH = 0.4
+"""What a call counts in passes that make no graph: by finite differences, and by hand."""
+FUSED = 0.6
+"""Time of the products in a fused kernel, such as oneDNN's LSTM, as a share of the same one by one."""
 
 
 @dataclass(frozen=True)
@@ -394,8 +396,9 @@ def _cost(
     often = 1 + (tried - 1) / interval
     products = [often * (cost.product + CALL * PRODUCT_CALLS) for cost in inverses]
     validations = sum(settings.damping.measures(k) is not None for k in LATER) / len(LATER)
+    saved = (1 - WITHOUT_GRAPH) * CALL * counts.gradient.calls  # by hand, as `KFAC.closure` is
     parts = {
-        "gradient": sgd,
+        "gradient": sgd - saved if counts.engine == BY_HAND else sgd,
         "statistics": counts.again.on(m[1]) + draws * counts.backward.on(m[1]) + sum(moments),
         "Fisher products": counts.tangents.on(m[2]),
         "refreshes": sum(inversions),
@@ -441,17 +444,20 @@ def count_passes(network: Network, batch: Batch, settings: Settings) -> Counts:
     if engine == BY_HAND:
         again = Work(n)
         _, backward = counted(lambda: around.taps(vectors))
+        backward.calls *= WITHOUT_GRAPH
     else:
         # Torch does not count all fused kernels, but each weight is multiplied at least once.
         size = sum(p.numel() for p in network.parameters)
         least = max(n * sum(products), float(part.examples * size))
         unseen = max(least - forward.multiplications, 0.0)
-        forward.multiplications += unseen
-        gradient.multiplications += 3 * unseen
-        for work, times in ((again, 1), (backward, 1), (tangents, 2 * len(directions))):
-            work.multiplications = max(work.multiplications, times * least)
-    if engine == FINITE_DIFFERENCES:
-        tangents.calls *= WITHOUT_GRAPH
+        fused = FUSED * unseen
+        forward.multiplications += fused
+        gradient.multiplications += 3 * fused
+        for work in (again, backward):
+            work.multiplications = max(work.multiplications, least)
+        if engine == FINITE_DIFFERENCES:
+            tangents.multiplications += 2 * len(directions) * fused
+            tangents.calls *= WITHOUT_GRAPH
     repeated = (len(directions) + settings.step_rule.cg_steps - 1) / len(directions)
     tangents.multiplications *= repeated
     tangents.calls *= repeated
