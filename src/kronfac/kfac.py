@@ -19,6 +19,7 @@ from kronfac.control import (
 )
 from kronfac.curvature import ApproximateInverse, Fisher
 from kronfac.distributed import averages_gradients, inner_model, refuse_distributed
+from kronfac.errors import LoopError
 from kronfac.groups import (
     Params,
     PerParameter,
@@ -30,7 +31,6 @@ from kronfac.groups import (
 from kronfac.model import Blocks, Network, remove_hooks
 from kronfac.objective import is_loss, objective_of
 from kronfac.record import MiniBatchClosure, Recorder
-from kronfac.record.closure import refuse_call
 from kronfac.report import EventWarnings, StepReport, log_events
 from kronfac.settings import Intervals, Settings, fisher_of, inverse_of, refuse_unknown
 from kronfac.step.saving import MOMENTUM, extended_momentum, load, save, saved_groups
@@ -175,7 +175,7 @@ class KFAC(torch.optim.Optimizer):
         statistics are updated. Then, as when torch's distributed checkpoints want a new optimizer to have
         its state, there need not be anything to take a step from: nothing is done.
         """
-        refuse_call(closure)
+        _refuse_call(closure)
         for number, group in enumerate(self.param_groups):
             check_group(group, number)
         self._warn_of_rate(self.param_groups)
@@ -384,3 +384,22 @@ def _complete(module: nn.Module) -> bool:
     """Whether a module has been copied, all that is in it included."""
     modules = vars(module).get("_modules")
     return modules is not None and all(_complete(m) for m in modules.values() if m is not None)
+
+
+def _refuse_call(closure: object) -> None:
+    """Refuse an argument of `step` that is no closure, and a step without gradients.
+
+    Raises:
+        TypeError: `closure` can't be called.
+        LoopError: `torch.inference_mode` is on.
+    """
+    if closure is not None and not callable(closure):
+        raise TypeError(
+            "KFAC.step() takes a closure that computes the loss, or nothing; got a "
+            f"{type(closure).__name__}. Call loss.backward(), then step() with no argument."
+        )
+    if torch.is_inference_mode_enabled():
+        raise LoopError(
+            "KFAC.step() needs gradients, but it is called in torch.inference_mode(), in which there are "
+            "none. Train outside of it; it is for evaluation."
+        )

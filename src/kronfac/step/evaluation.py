@@ -149,11 +149,19 @@ class Evaluation:
         return self.numbers.resolution
 
     def scaled(self, factor: float) -> "Evaluation":
-        """The evaluation with the recorded losses, of all ranks, times a factor."""
+        """The evaluation with the recorded losses, of all ranks, times a factor.
+
+        What a closure returned stays; the loss of a loop is the sum of the recorded ones.
+        """
+        if factor == 1:
+            return self
         portion = self.portion
         recorded = None if portion.recorded_loss is None else portion.recorded_loss * factor
         portion = replace(portion, recorded_loss=recorded, weight=portion.weight * factor)
-        return replace(self, batch=self.batch.scaled(factor), portion=portion)
+        scaled = replace(self, batch=self.batch.scaled(factor), portion=portion)
+        if self.reevaluate is not None or (loss := scaled.recorded_loss) is None:
+            return scaled
+        return replace(scaled, loss=loss, returned_loss=loss)
 
     def gradient(self) -> Matrices:
         """∇h, the weight decay's ηθ included.
@@ -322,7 +330,7 @@ def _loss(network: Network, batch: Batch, delta: Matrices) -> Tensor:
     parts: list[Tensor] = []
     others = []
     for part in batch.passes:
-        outputs = outputs_at(network, part, delta)
+        outputs = None if network.convolutional else outputs_at(network, part, delta)
         if outputs is None:
             others.append(part)
         else:
