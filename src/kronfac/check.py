@@ -8,7 +8,7 @@ recorded, and its unit gets a diagonal block.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,8 +24,6 @@ from kronfac.record.recorder import zeroed
 from kronfac.step.evaluation import Evaluation
 from kronfac.step.state import CheckState
 
-INTERVAL = 100
-"""Iterations from one comparison to the next."""
 SAME_SCALE = 1e-4
 """Relative difference up to which two factors are the same; those of clipped steps are not that close."""
 TOLERANCE, MIXED_TOLERANCE = 10.0, 0.2
@@ -57,7 +55,6 @@ def check(
     *,
     unscaled: bool = False,
     measured: bool = False,
-    left_out: Collection[int] = (),
 ) -> tuple[Findings, CheckState]:
     """Check an evaluation, and return what to remember for the next check.
 
@@ -67,15 +64,13 @@ def check(
         iteration: of the step that is being made.
         unscaled: whether a GradScaler has unscaled the gradient: then every gradient is compared.
         measured: whether this step's reduction ratio will be measured, which needs the factor of clipping.
-        left_out: ids of trainable parameters that are in no parameter group.
     """
     if any(call.trace for part in evaluation.batch.passes for call in part.calls):
         return Findings(evaluation), state  # the gradient is K-FAC's own
-    warnings = _untrained(evaluation, left_out)
+    warnings = _incomplete(evaluation)
     if evaluation.recorded_loss is None:
         return Findings(evaluation, warnings), state
-    due = iteration == 1 or not iteration % INTERVAL or not state.compared
-    if not (due or unscaled or state.undecided or (state.clips and measured)):
+    if not (unscaled or state.due(iteration, measured)):
         return Findings(_scaled(evaluation, state.scale), warnings), state
     found = _compare(evaluation)
     if found is None or unscaled:
@@ -106,16 +101,9 @@ def check(
     return Findings(evaluation, warnings), state
 
 
-def _untrained(evaluation: Evaluation, left_out: Collection[int]) -> dict[str, str]:
+def _incomplete(evaluation: Evaluation) -> dict[str, str]:
     """Warnings of parameters without a gradient, and of a loss that was not recorded."""
     network, warnings = evaluation.network, dict[str, str]()
-    known = {id(p) for p in network.parameters} | set(left_out)
-    new = [n for n, p in network.model.named_parameters() if p.requires_grad and id(p) not in known]
-    if new:
-        warnings["parameters"] = (
-            f"{_list(new)} became trainable after this KFAC was made, which does not train them; call "
-            "add_param_group with them."
-        )
     if len(evaluation.without_gradient) == len(network.units):
         return warnings  # which will be an error
     if idle := evaluation.names_without_gradient():

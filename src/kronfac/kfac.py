@@ -377,10 +377,24 @@ class KFAC(torch.optim.Optimizer):
         weight_decay = PerParameter.of_groups(self.param_groups, "weight_decay")
         return initial_state(self.settings, weight_decay.least, self.network.device)
 
-    def _trainable_elsewhere(self) -> set[int]:
-        """The ids of parameters that could be trained and are in no group."""
+    def _trainable_elsewhere(self) -> dict[str, nn.Parameter]:
+        """The parameters, by name, that could be trained and are in no group."""
         known = {id(p) for group in self.param_groups for p in group["params"]}
-        return {id(p) for p in self._own_model.parameters() if p.requires_grad} - known
+        named = self.network.model.named_parameters()
+        return {name: p for name, p in named if p.requires_grad and id(p) not in known}
+
+    def _warn_of_new_parameters(self) -> None:
+        """Warn of parameters that became trainable since this optimizer was made."""
+        new = ", ".join(
+            repr(name) for name in self._trainable_elsewhere() if name not in self._left_out
+        )
+        if new:
+            warn_once(
+                self._warned,
+                "parameters",
+                f"{new} became trainable after this KFAC was made, which does not train them; call "
+                "add_param_group with them.",
+            )
 
 
 def _complete(module: nn.Module) -> bool:

@@ -19,6 +19,9 @@ from kronfac.step.evaluation import Evaluation
 from kronfac.step.inverses import Inverter
 from kronfac.storage import UNSAVED
 
+COMPARISON_INTERVAL = 100
+"""Iterations from one comparison of the gradient with the recorded losses to the next."""
+
 
 @dataclass(frozen=True)
 class CurrentInverse:
@@ -71,11 +74,13 @@ class CheckState:
         earlier, last = self.scales
         return earlier is not None and earlier != last
 
-    @property
-    def undecided(self) -> bool:
-        """Whether a factor was found once: the next comparison tells clipping from a factor of the loss."""
+    def due(self, iteration: int, measured: bool) -> bool:
+        """Whether to compare at this iteration, in which the reduction ratio is `measured` or not."""
         earlier, last = self.scales
-        return earlier is None and last not in (None, 1.0)
+        # A factor that was found once: the next comparison tells clipping from a factor of the loss.
+        undecided = earlier is None and last not in (None, 1.0)
+        regular = iteration == 1 or iteration % COMPARISON_INTERVAL == 0 or not self.compared
+        return regular or undecided or (self.clips and measured)
 
 
 @dataclass(frozen=True)
