@@ -8,7 +8,7 @@ recorded, and its unit gets a diagonal block.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -51,30 +51,26 @@ class Findings:
 def check(
     evaluation: Evaluation,
     state: CheckState,
-    iteration: int,
+    left_out: Collection[int],
     *,
-    unscaled: bool = False,
-    measured: bool = False,
+    due: bool,
+    unscaled: bool,
 ) -> tuple[Findings, CheckState]:
     """Check an evaluation, and return what to remember for the next check.
 
     Args:
         evaluation: what was recorded, and the gradient.
         state: what earlier checks found.
-        iteration: of the step that is being made.
-        unscaled: whether a GradScaler has unscaled the gradient: then every gradient is compared.
-        measured: whether this step's reduction ratio will be measured, which needs the factor of clipping.
+        left_out: ids of trainable parameters that are in no parameter group.
+        due: whether to compare the gradient, and not only to look for parameters without one.
+        unscaled: whether a GradScaler has unscaled the gradient, which then has no factor to remember.
     """
-    if any(call.trace for part in evaluation.batch.passes for call in part.calls):
-        return Findings(evaluation), state  # the gradient is K-FAC's own
-    warnings = _incomplete(evaluation)
+    warnings = _untrained(evaluation, left_out)
     if evaluation.recorded_loss is None:
         return Findings(evaluation, warnings), state
-    if not (unscaled or state.due(iteration, measured)):
-        return Findings(_scaled(evaluation, state.scale), warnings), state
-    found = _compare(evaluation)
-    if found is None or unscaled:
-        return Findings(_scaled(evaluation, found.scale if found else 1.0), warnings), state
+    found = _compare(evaluation) if due else _Comparison(state.scale)
+    if not due or found is None or unscaled:
+        return Findings(evaluation.scaled(found.scale if found else 1.0), warnings), state
     state, where = replace(state, compared=True, scale=1.0), _where(evaluation)
     if found.others:
         closure = "Give step() a closure, in which every loss is seen, or declare"
@@ -101,9 +97,16 @@ def check(
     return Findings(evaluation, warnings), state
 
 
-def _incomplete(evaluation: Evaluation) -> dict[str, str]:
+def _untrained(evaluation: Evaluation, left_out: Collection[int]) -> dict[str, str]:
     """Warnings of parameters without a gradient, and of a loss that was not recorded."""
     network, warnings = evaluation.network, dict[str, str]()
+    known = {id(p) for p in network.parameters} | set(left_out)
+    new = [n for n, p in network.model.named_parameters() if p.requires_grad and id(p) not in known]
+    if new:
+        warnings["parameters"] = (
+            f"{_list(new)} became trainable after this KFAC was made, which does not train them; call "
+            "add_param_group with them."
+        )
     if len(evaluation.without_gradient) == len(network.units):
         return warnings  # which will be an error
     if idle := evaluation.names_without_gradient():
@@ -156,8 +159,9 @@ def _with_factor(
                 "in every step; KFAC takes the gradient for right. Scale the loss before backward(), "
                 "not the gradient after it."
             )
-        state, evaluation = replace(state, scale=scale), _scaled(evaluation, scale)
-    returned, seen = float(evaluation.returned_loss), _recorded_loss(evaluation)
+        state, evaluation = replace(state, scale=scale), evaluation.scaled(scale)
+    assert evaluation.recorded_loss is not None
+    returned, seen = float(evaluation.returned_loss), float(evaluation.recorded_loss)
     if (scale == 1 or before is not None) and not _agree(evaluation, returned, seen):
         warnings["returned"] = (
             f"The closure returned a loss of {returned:.4g}, but its gradient is that of {seen:.4g}, "
@@ -165,23 +169,6 @@ def _with_factor(
             "backward() is called on, summed over all micro-batches."
         )
     return evaluation, state
-
-
-def _scaled(evaluation: Evaluation, factor: float) -> Evaluation:
-    """The evaluation with its losses scaled; what a closure returned stays."""
-    if factor == 1:
-        return evaluation
-    evaluation = evaluation.scaled(factor)
-    seen = evaluation.recorded_loss
-    if evaluation.reevaluate is not None or seen is None:
-        return evaluation
-    return replace(evaluation, loss=seen, returned_loss=seen)
-
-
-def _recorded_loss(evaluation: Evaluation) -> float:
-    seen = evaluation.recorded_loss
-    assert seen is not None
-    return float(seen)
 
 
 def _agree(evaluation: Evaluation, returned: float, seen: float) -> bool:

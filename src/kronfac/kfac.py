@@ -19,6 +19,7 @@ from kronfac.control import (
 )
 from kronfac.curvature import ApproximateInverse, Fisher
 from kronfac.distributed import averages_gradients, inner_model, refuse_distributed
+from kronfac.errors import LoopError
 from kronfac.groups import (
     Params,
     PerParameter,
@@ -30,7 +31,6 @@ from kronfac.groups import (
 from kronfac.model import Blocks, Network, remove_hooks
 from kronfac.objective import is_loss, objective_of
 from kronfac.record import MiniBatchClosure, Recorder
-from kronfac.record.closure import refuse_call
 from kronfac.report import EventWarnings, StepReport, log_events
 from kronfac.settings import Intervals, Settings, fisher_of, inverse_of, refuse_unknown
 from kronfac.step.saving import MOMENTUM, extended_momentum, load, save, saved_groups
@@ -175,7 +175,7 @@ class KFAC(torch.optim.Optimizer):
         statistics are updated. Then, as when torch's distributed checkpoints want a new optimizer to have
         its state, there need not be anything to take a step from: nothing is done.
         """
-        refuse_call(closure)
+        _refuse_call(closure)
         self._check_rates()
         moves = any(float(group["lr"]) for group in self.param_groups)
         if closure is None and not moves and not self._recorder.since.forwards:
@@ -377,27 +377,32 @@ class KFAC(torch.optim.Optimizer):
         weight_decay = PerParameter.of_groups(self.param_groups, "weight_decay")
         return initial_state(self.settings, weight_decay.least, self.network.device)
 
-    def _trainable_elsewhere(self) -> dict[str, nn.Parameter]:
-        """The parameters, by name, that could be trained and are in no group."""
+    def _trainable_elsewhere(self) -> set[int]:
+        """The ids of parameters that could be trained and are in no group."""
         known = {id(p) for group in self.param_groups for p in group["params"]}
-        named = self.network.model.named_parameters()
-        return {name: p for name, p in named if p.requires_grad and id(p) not in known}
-
-    def _warn_of_new_parameters(self) -> None:
-        """Warn of parameters that became trainable since this optimizer was made."""
-        new = ", ".join(
-            repr(name) for name in self._trainable_elsewhere() if name not in self._left_out
-        )
-        if new:
-            warn_once(
-                self._warned,
-                "parameters",
-                f"{new} became trainable after this KFAC was made, which does not train them; call "
-                "add_param_group with them.",
-            )
+        return {id(p) for p in self.network.model.parameters() if p.requires_grad} - known
 
 
 def _complete(module: nn.Module) -> bool:
     """Whether a module has been copied, all that is in it included."""
     modules = vars(module).get("_modules")
     return modules is not None and all(_complete(m) for m in modules.values() if m is not None)
+
+
+def _refuse_call(closure: object) -> None:
+    """Refuse an argument of `step` that is no closure, and a step without gradients.
+
+    Raises:
+        TypeError: `closure` can't be called.
+        LoopError: `torch.inference_mode` is on.
+    """
+    if closure is not None and not callable(closure):
+        raise TypeError(
+            "KFAC.step() takes a closure that computes the loss, or nothing; got a "
+            f"{type(closure).__name__}. Call loss.backward(), then step() with no argument."
+        )
+    if torch.is_inference_mode_enabled():
+        raise LoopError(
+            "KFAC.step() needs gradients, but it is called in torch.inference_mode(), in which there are "
+            "none. Train outside of it; it is for evaluation."
+        )

@@ -40,7 +40,7 @@ from kronfac.linearize.base import WRONG_TANGENTS
 from kronfac.model import Matrices, Network, RandomState, Unit, replay, restore
 from kronfac.model.nested import tensors_of
 from kronfac.model.network import Learned
-from kronfac.model.own_pass import Context, full_precision
+from kronfac.model.side_effects import Context, full_precision
 from kronfac.record import Batch, Pass, record, sizes, subsets
 from kronfac.record.discovery import discover, find_chains
 from kronfac.record.examples import check_examples
@@ -546,7 +546,7 @@ def record_example(
         network: the trained units.
         example: see `plan`.
         targets: see `plan`.
-        callers: the context that the model is to be called in, see `model/own_pass.py`.
+        callers: the context that the model is to be called in, see `model/side_effects.py`.
 
     Raises:
         ExampleError: the model can't be called so, or its outputs do not fit the loss.

@@ -26,7 +26,7 @@ from kronfac.distributed import World, averages_gradients, inner_model, refuse_d
 from kronfac.errors import LoopError, RankError, StateError
 from kronfac.groups import Params, PerParameter, groups_of, parameters_in
 from kronfac.model import Network, dot, remove_hooks
-from kronfac.model.own_pass import full_precision
+from kronfac.model.side_effects import full_precision
 from kronfac.objective import objective_of
 from kronfac.record import Recorder
 from kronfac.settings import (

@@ -23,9 +23,8 @@ from kronfac.model.nested import tensors_of
 from kronfac.model.side_effects import Buffers, register_hooks
 from kronfac.objective import Objective
 from kronfac.record.batch import Batch, ModelCall
-from kronfac.record.losses import SeenLoss, assemble
 from kronfac.record.mode import Recording, is_compiled
-from kronfac.record.tape import Record, new_key
+from kronfac.record.tape import Record, SeenLoss, assemble, new_key
 
 
 @dataclass

@@ -38,6 +38,8 @@ class Stepping(Protocol):
     report: StepReport | None
     _state: State
     _recorder: Recorder
+    _left_out: set[int]
+    """The ids of trainable parameters that are in no group."""
     _warned: set[str]
     """Kinds of warnings that were shown."""
     _wrapped: bool | None
@@ -45,8 +47,6 @@ class Stepping(Protocol):
     not known yet."""
 
     def _become(self, state: State) -> None: ...
-
-    def _warn_of_new_parameters(self) -> None: ...
 
 
 @contextmanager

@@ -149,11 +149,19 @@ class Evaluation:
         return self.numbers.resolution
 
     def scaled(self, factor: float) -> "Evaluation":
-        """The evaluation with the recorded losses, of all ranks, times a factor."""
+        """The evaluation with the recorded losses, of all ranks, times a factor.
+
+        What a closure returned stays; the loss of a loop is the sum of the recorded ones.
+        """
+        if factor == 1:
+            return self
         portion = self.portion
         recorded = None if portion.recorded_loss is None else portion.recorded_loss * factor
         portion = replace(portion, recorded_loss=recorded, weight=portion.weight * factor)
-        return replace(self, batch=self.batch.scaled(factor), portion=portion)
+        scaled = replace(self, batch=self.batch.scaled(factor), portion=portion)
+        if self.reevaluate is not None or (loss := scaled.recorded_loss) is None:
+            return scaled
+        return replace(scaled, loss=loss, returned_loss=loss)
 
     @cached_property
     def gradient(self) -> Matrices:
@@ -198,12 +206,6 @@ class Evaluation:
             for n, unit in enumerate(self.network.units)
             if any(self.gradient_of(p) is None for p in unit.parameters)
         }
-
-    @property
-    def incomplete(self) -> bool:
-        """Whether parameters have no gradient, or the record does not have the whole loss."""
-        batch = self.batch
-        return bool(self.without_gradient or batch.outside or batch.assumed)
 
     def names_without_gradient(self) -> list[str]:
         """Names without a gradient: of whole units, and of single parameters where a unit has some."""
@@ -311,7 +313,7 @@ def _loss(network: Network, batch: Batch, delta: Matrices) -> Tensor:
     parts: list[Tensor] = []
     others = []
     for part in batch.passes:
-        outputs = outputs_at(network, part, delta)
+        outputs = None if network.convolutional else outputs_at(network, part, delta)
         if outputs is None:
             others.append(part)
         else:

@@ -19,9 +19,6 @@ from kronfac.step.evaluation import Evaluation
 from kronfac.step.inverses import Inverter
 from kronfac.storage import UNSAVED
 
-COMPARISON_INTERVAL = 100
-"""Iterations from one comparison of the gradient with the recorded losses to the next."""
-
 
 @dataclass(frozen=True)
 class CurrentInverse:
@@ -57,6 +54,10 @@ class Refresh:
         self.inverter.begin(self.candidates)
 
 
+CHECK_INTERVAL = 100
+"""Iterations from one check of the gradient to the next."""
+
+
 @dataclass(frozen=True)
 class CheckState:
     """What comparisons of the gradient with the recorded losses have found (`kronfac.check`)."""
@@ -68,19 +69,14 @@ class CheckState:
     scales: tuple[float | None, float | None] = (None, None)
     """The factors in the last two comparisons."""
 
-    @property
-    def clips(self) -> bool:
-        """Whether the factor differs from step to step, as clipping makes it."""
-        earlier, last = self.scales
-        return earlier is not None and earlier != last
-
     def due(self, iteration: int, measured: bool) -> bool:
-        """Whether to compare at this iteration, in which the reduction ratio is `measured` or not."""
+        """Whether to compare in this step; `measured` if its reduction ratio will be measured."""
         earlier, last = self.scales
-        # A factor that was found once: the next comparison tells clipping from a factor of the loss.
+        clips = earlier is not None and earlier != last
+        # A factor was found once: the next comparison tells clipping from a factor of the loss.
         undecided = earlier is None and last not in (None, 1.0)
-        regular = iteration == 1 or iteration % COMPARISON_INTERVAL == 0 or not self.compared
-        return regular or undecided or (self.clips and measured)
+        first = iteration == 1 or not self.compared
+        return first or not iteration % CHECK_INTERVAL or undecided or (clips and measured)
 
 
 @dataclass(frozen=True)

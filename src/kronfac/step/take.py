@@ -16,7 +16,7 @@ from kronfac.control import NO_MEMORY, Pending
 from kronfac.distributed import World
 from kronfac.groups import PerParameter
 from kronfac.model import Matrices, restore
-from kronfac.model.own_pass import Context, full_precision
+from kronfac.model.side_effects import Context, full_precision
 from kronfac.report import REJECTED_BY, Event, EventKind, StepReport, Stopwatch
 from kronfac.settings import Settings
 from kronfac.step.collect import Scaling, evaluate_closure, evaluate_loop, join_ranks
@@ -150,19 +150,18 @@ class _Attempt:
         return evaluation
 
     def _checked(self, evaluation: Evaluation, unscaled: bool = False) -> Evaluation:
-        """The evaluation as the step may take it, by `kronfac.check` if a check is due."""
-        if evaluation.batch.traced:  # the gradient is K-FAC's own
-            return evaluation
-        self.optimizer._warn_of_new_parameters()
-        state, iteration = self.state.gradients, self.state.iteration + 1
-        measures = self.settings.damping.measures
+        """The evaluation as the step may take it, by `kronfac.check` if that is due."""
+        batch, gradients = evaluation.batch, self.state.gradients
+        if batch.traced:
+            return evaluation  # the gradient is K-FAC's own
+        measures, iteration = self.settings.damping.measures, self.state.iteration + 1
         measured = measures(iteration) == "own" or measures(iteration + 1) == "next"
-        due = unscaled or state.due(iteration, measured)
-        if not due and state.scale == 1 and not evaluation.incomplete:
-            return evaluation
+        due = unscaled or gradients.due(iteration, measured)
+        if not (due or evaluation.without_gradient or batch.outside or batch.assumed):
+            return evaluation.scaled(gradients.scale)
         with self.network.buffers.preserved():
             found, gradients = check(
-                evaluation, state, iteration, unscaled=unscaled, measured=measured
+                evaluation, gradients, self.optimizer._left_out, due=due, unscaled=unscaled
             )
         self.state = replace(self.state, gradients=gradients)
         for kind, message in found.warnings.items():
@@ -296,7 +295,6 @@ def compute_step(
         evaluation,
         some.fisher,
         some.fisher_total,
-        some.around,
         curvature,
         settings.step_rule,
         step_state,

@@ -21,7 +21,7 @@ from kronfac.control import (
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.groups import PerParameter
 from kronfac.kfac import KFAC
-from kronfac.model.own_pass import full_precision
+from kronfac.model.side_effects import full_precision
 from kronfac.report import Stopwatch
 from kronfac.settings import Settings
 from kronfac.step.collect import evaluate_closure
