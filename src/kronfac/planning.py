@@ -85,8 +85,6 @@ class Row:
     """Whether it has a diagonal block, or its uses are not seen."""
     why: str = ""
     """Why it has no better block."""
-    unchained: str = ""
-    """Why no other unit precedes it in a chain, with the tridiagonal inverse."""
 
     @property
     def count(self) -> int:
@@ -145,9 +143,6 @@ class Plan:
             lines += ["Falls back:", *reasons]
         if self.chains:
             lines += ["Inverted together:", *(f"  {' → '.join(chain)}" for chain in self.chains)]
-        breaks = [f"  before {row.name!r}: {row.unchained}" for row in self.rows if row.unchained]
-        if breaks:
-            lines += ["No chain:", *breaks]
         if self.frozen:
             more = f" and {len(self.frozen) - 6} more" if len(self.frozen) > 6 else ""
             lines.append(f"Frozen: {', '.join(self.frozen[:6])}{more}")
@@ -236,8 +231,8 @@ def _plan(network: Network, batch: Batch, settings: Settings, weight_decay: floa
     found = count_passes(network, batch, settings)
     network = found.network
     shapes = [unit.shape for unit in network.units]
-    chains = find_chains(network, batch.passes[0]) if settings.inverse.couples else None
-    pieces = [piece for piece in chains.pieces if len(piece) > 1] if chains else []
+    chains = find_chains(network, batch.passes[0]) if settings.inverse.couples else []
+    pieces = [piece for piece in chains if len(piece) > 1]
     links = {pair[0]: pair[1] for piece in pieces for pair in pairwise(piece)}
     validates = any(settings.damping.measures(k) == "next" for k in FIRST)
     vectors = (
@@ -267,7 +262,6 @@ def _plan(network: Network, batch: Batch, settings: Settings, weight_decay: floa
             cost=cost_by_unit[n],
             fallback=isinstance(unit.block, DiagonalBlock) or not unit.observed,
             why=_why(network, unit),
-            unchained=chains.breaks.get(n, "") if chains else "",
         )
         for n, unit in enumerate(network.units)
     ]

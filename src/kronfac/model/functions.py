@@ -196,11 +196,10 @@ def record_uses(
     examples: int,
     *,
     dims: ExampleDims = BY_CONVENTION,
-    keep_sources: bool = False,
     watch: Watch | None = None,
 ) -> Iterator[SeeFunctions]:
     """Record the uses of a forward pass inside this context, see `Uses`."""
-    uses, thread = Uses(units, examples, dims, keep_sources, watch), threading.get_ident()
+    uses, thread = Uses(units, examples, dims, watch), threading.get_ident()
 
     def recorder(site: Site) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:

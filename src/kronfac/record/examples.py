@@ -44,8 +44,6 @@ NORMALIZED = 64
 
 def check_examples(network: Network, batch: Batch) -> Batch:
     """The mini-batch with the dimensions of its examples, checked for each new kind of pass."""
-    if any(call.trace is not None for part in batch.passes for call in part.calls):
-        return batch
     with network.buffers.preserved():
         passes = [replace(part, dims=_dims(network, part)) for part in batch.passes]
     return replace(batch, passes=tuple(passes))
