@@ -28,7 +28,7 @@ from kronfac.groups import (
     groups_of,
     parameters_in,
 )
-from kronfac.model import Blocks, Buffers, Network, find_units, remove_hooks
+from kronfac.model import Blocks, Network, remove_hooks
 from kronfac.objective import is_loss, objective_of
 from kronfac.record import MiniBatchClosure, Recorder
 from kronfac.report import EventWarnings, StepReport, log_events
@@ -104,7 +104,7 @@ class KFAC(torch.optim.Optimizer):
         blocks: Blocks | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown)
+        refuse_unknown("KFAC", unknown)
         if not isinstance(model, nn.Module):
             raise TypeError(
                 "KFAC needs the model itself, whose layers it looks at, not its parameters: "
@@ -368,9 +368,7 @@ class KFAC(torch.optim.Optimizer):
 
     def _network(self, trained: Sequence[nn.Parameter] | None) -> Network:
         """The model with the units of these parameters; None for all that are not frozen."""
-        own = self._own_model
-        found = find_units(own, self._blocks, trained)
-        return Network(own, found.units, found.sites, self.objective, Buffers(own), self._blocks)
+        return Network.of(self._own_model, self.objective, self._blocks, trained)
 
     def _initial_state(self) -> State:
         weight_decay = PerParameter.of_groups(self.param_groups, "weight_decay")

@@ -197,11 +197,12 @@ REMEDIES = {
 """What to do instead of an argument that other optimizers have, or that KFAC had."""
 
 
-def refuse_unknown(unknown: Mapping[str, Any]) -> None:
-    """Raise a TypeError for arguments that KFAC does not have."""
+def refuse_unknown(who: str, unknown: Mapping[str, Any]) -> None:
+    """Raise a TypeError for arguments that `KFAC` or `Preconditioner` does not have."""
     for name, value in unknown.items():
-        remedy = REMEDIES.get(name, "Its arguments are in help(kronfac.KFAC).")
-        raise TypeError(f"KFAC has no argument {name!r}; got {name}={value!r}. {remedy}")
+        remedy = REMEDIES.get(name) if who == "KFAC" else None
+        remedy = remedy or f"Its arguments are in help(kronfac.{who})."
+        raise TypeError(f"{who} has no argument {name!r}; got {name}={value!r}. {remedy}")
 
 
 # ---------------------------------------------------------------------------------------------- names

@@ -228,8 +228,8 @@ def test_a_weight_that_is_computed_is_not_the_parameter(name):
     module = Own(COMPUTED[name], (4, 4)).double()
     with record_uses([], find_units(module).units, 4) as seen:
         module(normal(4, 4))
-    assert seen.unseen == {id(module.p0): "matmul"}
-    assert seen.computed == {id(module.p0)}
+    assert list(seen.unseen) == [id(module.p0)]
+    assert "matmul is given what is computed from it" in seen.unseen[id(module.p0)]
 
 
 def test_a_function_that_is_not_understood_is_named():
@@ -237,7 +237,8 @@ def test_a_function_that_is_not_understood_is_named():
     units = find_units(module.double()).units
     with record_uses([], units, N) as seen:
         module(normal(N, 4))
-    assert list(seen.unseen.values()) == ["einsum"]
+    (why,) = seen.unseen.values()
+    assert "einsum" in why
 
 
 # --------------------------------------------------------------------------------- parts of a layer

@@ -4,7 +4,7 @@ What the first passes show of a network is saved with the state: a resumed run g
 has seen, as other mini-batches may show something else.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +17,7 @@ from kronfac.curvature import Curvature, Tap
 from kronfac.errors import StateError, UnsupportedModelError
 from kronfac.linalg import Matrices
 from kronfac.model.blocks import Blocks, Kind
-from kronfac.model.find import Site
+from kronfac.model.find import Site, find_units
 from kronfac.model.layout import ExampleDims
 from kronfac.model.side_effects import Buffers, put_back
 from kronfac.model.unit import Unit, parameters_of, refuse_dtypes
@@ -75,6 +75,19 @@ class Network:
     learned: Learned = field(default_factory=Learned)
     placed: Placement | None = None
     """Where the parameters were in the last step; None before there was one."""
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        objective: Objective,
+        blocks: Blocks | None = None,
+        trained: Collection[nn.Parameter] | None = None,
+    ) -> "Network":
+        """The model with the units of these parameters; None for all that are not frozen."""
+        blocks = Blocks() if blocks is None else blocks
+        found = find_units(model, blocks, trained)
+        return cls(model, found.units, found.sites, objective, Buffers(model), blocks)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

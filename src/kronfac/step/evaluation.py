@@ -330,7 +330,7 @@ def _loss(network: Network, batch: Batch, delta: Matrices) -> Tensor:
     parts: list[Tensor] = []
     others = []
     for part in batch.passes:
-        outputs = outputs_at(network, part, delta)
+        outputs = None if network.convolutional else outputs_at(network, part, delta)
         if outputs is None:
             others.append(part)
         else:

@@ -12,7 +12,7 @@ from kronfac.control import ROUNDING
 from kronfac.control.damping import LambdaSearch
 from kronfac.curvature import ApproximateInverse
 from kronfac.errors import out_of_memory
-from kronfac.linearize import Linearizer
+from kronfac.linearize import fisher_gram
 from kronfac.report import Stopwatch
 from kronfac.settings import Settings
 from kronfac.step.evaluation import RefusedError
@@ -99,7 +99,7 @@ def least_by_gradient(proposer: Proposer) -> float:
         return 0.0
     g, world = point.gradient, evaluation.portion.world
     try:
-        gram = Linearizer(proposer.network).fisher_gram(evaluation.batch, [g], world=world)
+        gram = fisher_gram(proposer.network, evaluation.batch, [g], world=world)
         found = model_numbers(point, proposer.curvature, [g], gram, proposer.rule.bounded)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):

@@ -26,7 +26,7 @@ from kronfac.control.base import inner
 from kronfac.curvature import Curvature, DampedInverse
 from kronfac.groups import PerParameter
 from kronfac.linalg import OuterProduct, dot, low_rank_pays
-from kronfac.linearize import Linearizer
+from kronfac.linearize import fisher_gram, fisher_product
 from kronfac.model import Matrices, Network
 from kronfac.record import Batch
 from kronfac.report import Stopwatch
@@ -67,8 +67,6 @@ class Proposer:
     """S₂, which the exact Fisher is taken on."""
     fisher_examples: int
     """Examples of S₂ on all ranks."""
-    around: Linearizer
-    """With what the statistics have kept of J, if they are of the same examples."""
     curvature: Curvature
     """The moving averages."""
     rule: StepRule
@@ -152,7 +150,7 @@ class Proposer:
     def _fisher_gram(self, directions: Sequence[Matrices]) -> Tensor:
         """v_iᵀ F v_j on S₂."""
         world = self.point.evaluation.world
-        return self.around.fisher_gram(self.examples, directions, self._factor, world)
+        return fisher_gram(self.network, self.examples, directions, self._factor, world)
 
     def _directions(self, inverse: DampedInverse) -> list[Matrices]:
         """Δ, and δ₀ with momentum."""
@@ -174,7 +172,7 @@ class Proposer:
         """(F + λI + H) v on S₂, H the diagonal matrix of η."""
         m = self.measurement
         world = self.point.evaluation.world
-        Fv = self.around.fisher_product(self.examples, v, self._factor, world)
+        Fv = fisher_product(self.network, self.examples, v, self._factor, world)
         decay = self.point.evaluation.weight_decay
         if not decay.uniform:
             parts = decay.times(self.network.parameters, self.network.split(v))

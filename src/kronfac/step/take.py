@@ -305,7 +305,6 @@ def compute_step(
         point,
         some.fisher,
         some.fisher_total,
-        some.around,
         curvature,
         settings.step_rule,
         step_state,
