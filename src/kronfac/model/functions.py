@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kronfac.model.find import Site
-from kronfac.model.layout import BY_CONVENTION, PLAIN, Elementwise, ExampleDims, Layout
+from kronfac.model.layout import PLAIN, Elementwise, Layout
 from kronfac.model.nested import call_plainly, tensors_of
-from kronfac.model.unit import Unit
+from kronfac.model.network import BY_CONVENTION, ExampleDims, Unit
+from kronfac.model.registry import Site
 from kronfac.model.uses import Uses, Watch
 
 Function = Callable[..., Any]

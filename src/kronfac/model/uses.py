@@ -15,13 +15,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kronfac.curvature import AnyTap, Block, Inputs, OneHot
 from kronfac.errors import UnsupportedModelError
-from kronfac.model.find import Site
 from kronfac.model.layout import (
-    BY_CONVENTION,
     PLAIN,
     Arrange,
     Elementwise,
-    ExampleDims,
     Layout,
     by_example,
     elementwise_tap,
@@ -30,7 +27,8 @@ from kronfac.model.layout import (
     product_tap,
     transposed_tap,
 )
-from kronfac.model.unit import Unit
+from kronfac.model.network import BY_CONVENTION, ExampleDims, Unit
+from kronfac.model.registry import Site
 
 Watch = Callable[[Sequence[int], Tensor, int | None], None]
 """Called for every use with its units, its outputs (…, rows) and their dimension of examples, if known."""

@@ -10,10 +10,10 @@ other layers, and to the model's own inputs. A network may have several chains; 
 that use their weights at several places, they end.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from kronfac.curvature import (
     AnyTap,
     Block,
+    Curvature,
     DiagonalBlock,
     GroupedKroneckerBlock,
     GroupedTap,
@@ -30,11 +31,11 @@ from kronfac.curvature import (
     OneHot,
     Tap,
 )
-from kronfac.model.blocks import Kind
+from kronfac.errors import StateError
+from kronfac.model.blocks import Blocks, Kind
 from kronfac.model.functions import SeeFunctions, record_uses
 from kronfac.model.nested import tensors_of
-from kronfac.model.network import Network
-from kronfac.model.unit import Unit
+from kronfac.model.network import Learned, Network, Unit, UnitState
 from kronfac.model.uses import Uses
 from kronfac.record.batch import ModelCall, Operation, Pass
 from kronfac.warn import warn
@@ -114,6 +115,61 @@ def _fits(block: Block, taps: list[AnyTap]) -> bool:
     products = [tap for tap in taps if isinstance(tap, Tap)]
     ways = {tap.transposed for tap in products}
     return len(products) == len(taps) and (isinstance(block, KroneckerSumBlock) or len(ways) == 1)
+
+
+# ----------------------------------------------------------------------------------------- saved states
+
+
+def learned_state(network: Network) -> Learned:
+    """What passes have shown of the network, to be saved."""
+    units = network.units if network.discovered else ()
+    return network.learned.copy(tuple(UnitState(unit.kind, unit.observed) for unit in units))
+
+
+def restored(
+    network: Network, order: Sequence[int], curvature: Curvature | None, state: Learned
+) -> Network:
+    """The network as it was when a state was saved: its units' order and links, and their blocks.
+
+    Raises:
+        StateError: what passes have shown, or the curvature, is not of these units.
+    """
+    network = replace(network, learned=state.copy())
+    if curvature is not None:
+        network = network.reordered(order, [link is not None for link in curvature.links])
+    if state.units:
+        if len(state.units) != len(network.units):
+            raise StateError(
+                f"The state's learned.units must have one entry for each of {len(network.units)} units; "
+                f"got {len(state.units)}. Load an earlier state."
+            )
+        pairs = zip(network.units, state.units, strict=True)
+        units = [_restored(unit, shown, network.blocks) for unit, shown in pairs]
+        network = replace(network, units=units, discovered=True)
+    for unit, moments in zip(network.units, curvature.blocks if curvature else (), strict=False):
+        if not isinstance(moments, unit.block.moments):
+            raise StateError(
+                f"The state's statistics of {unit.name!r} are {type(moments).__name__}; this KFAC has "
+                f"a {type(unit.block).__name__} for it. Use the block that it was saved with."
+            )
+    return network
+
+
+def _restored(unit: Unit, state: UnitState, blocks: Blocks) -> Unit:
+    """A unit with the block that it got in the first pass of the run that is resumed."""
+    unit = unit.undiscovered
+    if not state.observed:
+        return unit.unobserved("not all uses of it were seen when the state was saved")
+    if not state.kind:
+        return unit
+    kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
+    if state.kind not in kinds:
+        raise StateError(
+            f"The state's kind of use of {unit.name!r} must be one of {tuple(kinds)}; got {state.kind!r}. "
+            "Load an earlier state."
+        )
+    kind = kinds[state.kind]
+    return replace(unit, block=blocks.choose(kind, *unit.shape), kind=kind, original=unit)
 
 
 # -------------------------------------------------------------------------------------------- chains

@@ -26,9 +26,9 @@ from torch.utils import _pytree as pytree
 
 from kronfac.linalg import take
 from kronfac.model.functions import record_uses
-from kronfac.model.layout import ExampleDims, by_example
+from kronfac.model.layout import by_example
 from kronfac.model.nested import keep_attributes
-from kronfac.model.network import Network
+from kronfac.model.network import ExampleDims, Network
 from kronfac.model.side_effects import RandomState, replay
 from kronfac.record.batch import Batch, LossCall, ModelCall, Operation, Pass
 
