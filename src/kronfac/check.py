@@ -234,7 +234,7 @@ def _compare(evaluation: Evaluation) -> _Comparison | None:
     losses = float(evaluation.returned_loss), float(evaluation.loss)
     if not free or (mixed and not _agree(evaluation, *losses)):
         return None
-    given = replace(evaluation, weight_decay=PerParameter(0.0)).gradient()
+    given = replace(evaluation, weight_decay=PerParameter(0.0)).gradient
     recorded, half = _gradients_of(evaluation)
     own, recorded = tuple(given[n] for n in free), [recorded[n] for n in free]
     seen = tuple(part.gradient for part in recorded)
