@@ -66,7 +66,7 @@ class RandomState:
 
 @contextmanager
 def replay(state: RandomState | None) -> Iterator[None]:
-    """Draw what was drawn from this state on; the global generators are put back. None changes nothing."""
+    """Replay random numbers from this state on, then restore the generators; None does nothing."""
     if state is None:
         yield
         return
@@ -83,14 +83,14 @@ def replay(state: RandomState | None) -> Iterator[None]:
 
 @contextmanager
 def unseen_writes(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Write to tensors whose values are put back: graphs that they are part of stay valid."""
+    """Write to tensors whose values will be put back, so that graphs with these tensors stay valid."""
     with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
         yield
 
 
 @torch.no_grad()
 def put_back(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write values to tensors; if something is raised in between, all of them once more before that is."""
+    """Write values to tensors: all of them, also if Ctrl-C interrupts it."""
     try:
         for tensor, value in pairs:
             tensor.copy_(value)

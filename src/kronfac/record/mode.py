@@ -283,7 +283,7 @@ class Recording(TorchFunctionMode):
         self.record.versions += [(t, t._version) for t in tensors if not t.is_inference()]
 
     def _in_full(self, values: Any) -> Any:
-        """Values without a graph, and none in half precision, which K-FAC's own passes don't take."""
+        """Values without a graph, and cast from half precision to the parameters' dtype."""
 
         def convert(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
