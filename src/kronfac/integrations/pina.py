@@ -1,8 +1,8 @@
 """PINA: `PhysicsInformedSingleModelSolver(problem, net, optimizer=kfac(problem, net))`.
 
-K-FAC can't see derivatives that PINA's operators take of the outputs by autograd. The network returns them
-as further columns instead, by the forward Laplacian (`kronfac.physics`), under the names that PINA's
-operators give them, and the equation picks them:
+K-FAC can't see derivatives that PINA's operators take of the outputs by autograd. Instead the network
+returns them as further columns, computed by the forward Laplacian (`kronfac.physics`), under the names that
+PINA's operators give them, and the equation uses those:
 
     class Poisson(SpatialProblem):
         output_variables = variables(["u"], ["x", "y"])  # u, dudx, dudy, ddu
@@ -108,7 +108,7 @@ def kfac(problem: Any, net: nn.Module, **settings: Any) -> Any:
 
 
 def _check(problem: Any, net: nn.Module) -> None:
-    """Refuse what K-FAC would not see, or what PINA would broadcast."""
+    """Refuse derivatives that K-FAC would not see, and targets that PINA would broadcast."""
     from pina.problem import InverseProblem  # noqa: PLC0415
 
     if isinstance(problem, InverseProblem):
