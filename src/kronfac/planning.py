@@ -43,6 +43,7 @@ from kronfac.record import Batch, Pass, record, sizes, subsets
 from kronfac.record.discovery import discover, find_chains
 from kronfac.record.examples import check_examples
 from kronfac.settings import LONGEST_INTERVAL, Settings
+from kronfac.step.examples import shares
 from kronfac.storage import tensors_in
 
 T = TypeVar("T")
@@ -295,12 +296,10 @@ def _candidates(settings: Settings, weight_decay: float) -> int:
 
 def _curvature_examples(network: Network, batch: Batch, settings: Settings) -> tuple[int, int]:
     """How many examples S₁ and S₂ have."""
-    shares = settings.intervals.shares(
-        batch.examples, batch.most_terms, convolutional=network.convolutional
-    )
+    fractions = shares(settings.intervals, batch.examples, batch.most_terms, network.convolutional)
     if batch.random and not batch.traced:
-        shares = shares[1], shares[1]
-    S1, S2 = subsets(network, batch, sizes(batch.examples, *shares), None)
+        fractions = fractions[1], fractions[1]
+    S1, S2 = subsets(network, batch, sizes(batch.examples, *fractions), None)
     return S1.examples, S2.examples
 
 
