@@ -335,7 +335,7 @@ class Preconditioner:
             return state
         if current and (current.iteration, current.lambda_) == (state.iteration, damping):
             return state  # there is nothing new to invert
-        old = None if state.current is None else state.current.inverse
+        old = None if current is None else current.inverse
         inverter = Inverter(self.settings.inverse, state.curvature, self._world)
         made = inverter.damped(math.sqrt(damping))
         if isinstance(made, Exception):
