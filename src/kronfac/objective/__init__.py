@@ -11,11 +11,11 @@ from kronfac.objective.likelihoods import Huber as Huber
 from kronfac.objective.likelihoods import Likelihood as Likelihood
 from kronfac.objective.likelihoods import Poisson as Poisson
 from kronfac.objective.likelihoods import likelihood_loss as likelihood_loss
+from kronfac.objective.loss_calls import least_squares as least_squares
+from kronfac.objective.loss_calls import observe as observe
 from kronfac.objective.losses import JOINED as JOINED
 from kronfac.objective.losses import READERS as READERS
 from kronfac.objective.objective import Objective as Objective
 from kronfac.objective.objective import is_loss as is_loss
 from kronfac.objective.objective import objective_of as objective_of
-from kronfac.objective.observe import least_squares as least_squares
-from kronfac.objective.observe import observe as observe
 from kronfac.objective.terms import Terms as Terms

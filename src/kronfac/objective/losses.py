@@ -304,4 +304,4 @@ READERS: dict[Callable[..., Any], Reader] = {
     gaussian_nll_of_pairs: _read_pairs,
     **{loss.function: loss.read for loss in LOSSES.values() if loss.function not in JOINED},
 }
-"""The reader of every loss function that K-FAC knows; `observe.py` adds its own."""
+"""The reader of every loss function that K-FAC knows; `loss_calls.py` adds its own."""

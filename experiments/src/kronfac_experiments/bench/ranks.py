@@ -187,7 +187,7 @@ def _measure(config: RanksConfig, rank: int, size: int) -> RankRun:
 
 def _numbers(world: World) -> dict[str, float]:
     """How often this process has talked to the others so far."""
-    return {"messages": float(world.tally.messages.total()), "sums": float(world.tally.sums)}
+    return {"messages": float(world.messages.total()), "sums": float(world.sums)}
 
 
 def _loopback() -> int:
