@@ -20,7 +20,7 @@ from torch.compiler import set_stance
 from torch.nn import functional
 
 from kronfac.curvature import Inputs
-from kronfac.linalg.spd import add_gram
+from kronfac.linalg.kronecker import add_gram
 from kronfac.model.functions import OBSERVERS, Function, SeeFunctions
 from kronfac.model.layout import PLAIN, Arrange, Layout
 from kronfac.model.nested import tensors_of

@@ -35,12 +35,9 @@ from kronfac.objective.likelihoods import (
     Gaussian,
     HeteroscedasticGaussian,
     Huber,
-    Likelihood,
     Poisson,
-    likelihood_loss,
-    rows,
 )
-from kronfac.objective.terms import Terms
+from kronfac.objective.terms import Likelihood, Terms, likelihood_loss, rows
 
 Reader = Callable[..., Terms]
 """From a loss function's own arguments to its terms."""
