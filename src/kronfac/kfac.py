@@ -380,7 +380,7 @@ class KFAC(torch.optim.Optimizer):
     def _trainable_elsewhere(self) -> set[int]:
         """The ids of parameters that could be trained and are in no group."""
         known = {id(p) for group in self.param_groups for p in group["params"]}
-        return {id(p) for p in self._own_model.parameters() if p.requires_grad} - known
+        return {id(p) for p in self.network.model.parameters() if p.requires_grad} - known
 
 
 def _complete(module: nn.Module) -> bool:
