@@ -330,7 +330,7 @@ def test_mistakes():
     model.zero_grad()
     loss_fn(model(x), y).backward()
     with pytest.raises(
-        LoopError, match=r"Preconditioner\.step\(\) found gradients, but has not seen"
+        LoopError, match=r"Preconditioner\.step\(\) found gradients, but it has not seen"
     ):
         preconditioner.step()
 
