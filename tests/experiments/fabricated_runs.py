@@ -5,8 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 KFAC_PARTS = {"gradient": 0.04, "statistics": 0.02, "inverse": 0.03, "fisher_products": 0.01}
 FIRST_ORDER_PARTS = {"gradient": 0.02, "update": 0.005}
 
@@ -51,24 +49,10 @@ def config(problem: str = "mnist", **options: Any) -> dict[str, Any]:
     }
 
 
-def reconstructions(side: int = 28, iterations: tuple[int, ...] = (0, 10, 50)) -> dict[str, Any]:
-    """Slanted lines that come out of a grey field."""
-    rows, columns = np.mgrid[:side, :side]
-    originals = np.stack([(abs(rows - columns * k / 8) < 2).astype(float) for k in range(8)])
-    originals = originals.reshape(8, -1)
-    clear = np.array(iterations)[:, None, None] / max(iterations)
-    return {
-        "iterations": np.array(iterations),
-        "originals": originals,
-        "reconstructions": clear * originals + (1 - clear) * originals.mean(),
-    }
-
-
 def write_run(
     folder: Path,
     rows: list[dict[str, Any]] | None = None,
     settings: dict[str, Any] | None = None,
-    pictures: dict[str, Any] | None = None,
 ) -> Path:
     """A whole run by default; returns the folder."""
     folder.mkdir(parents=True)
@@ -76,5 +60,4 @@ def write_run(
     (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     settings = config() if settings is None else settings
     (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    np.savez(folder / "reconstructions.npz", **(pictures or reconstructions()))
     return folder

@@ -24,7 +24,7 @@ def test_it_ends_in_a_page_and_a_verdict_of_three_lines(tiny, tmp_path, capsys):
     page = tiny()
     assert page == tmp_path / "demo" / "report.html"
     text = page.read_text()
-    assert all(f"Reconstructions by {name}" in text for name in NAMES)
+    assert all(f">{name}<" in text for name in NAMES)
     for name in NAMES:
         run = rows(tmp_path / "demo" / name)
         assert run[-1]["seconds"] >= 0.3
@@ -57,7 +57,7 @@ def test_mistakes_are_answered_with_a_line(words, capsys):
 def run(*errors):
     names = ("iteration", "cases", "seconds", "train_error")
     points = [(10 * t, 5000 * t, float(t), e) for t, e in enumerate(errors)]
-    return Run("", {}, tuple(dict(zip(names, p, strict=True)) for p in points), None, ())
+    return Run("", {}, tuple(dict(zip(names, p, strict=True)) for p in points))
 
 
 LABELS = ["K-FAC", "Nesterov momentum", "AdamW"]

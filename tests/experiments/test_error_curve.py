@@ -79,7 +79,7 @@ def test_of_a_run_the_smaller_finite_error_is_taken():
         {"iteration": 3, "cases": 15, "seconds": 1.5, "train_error": 3.0, "averaged_train_error": None},
         {"iteration": 4, "cases": 20, "seconds": 2.0, "train_error": None},
     )  # fmt: skip
-    curve = ErrorCurve.of(Run("run", {}, rows, None, ()))
+    curve = ErrorCurve.of(Run("run", {}, rows))
     assert curve.iteration.tolist() == [0, 2, 3]
     assert curve.cases.tolist() == [0, 10, 15]
     assert curve.seconds.tolist() == [0, 1.0, 1.5]

@@ -10,10 +10,10 @@ import tyro
 from kronfac import KronfacError
 from kronfac_experiments.pages.document import PageError
 from kronfac_experiments.report import ReportConfig, ReportError, write_report
-from kronfac_experiments.report.figures import grey_range, line_of, spread
+from kronfac_experiments.report.figures import line_of
 from kronfac_experiments.report.page import best_first, number
 from kronfac_experiments.report.runs import flatten, read_runs
-from tests.experiments.fabricated_runs import config, metrics, reconstructions, write_run
+from tests.experiments.fabricated_runs import config, metrics, write_run
 
 VOID = {"meta", "link", "img", "br"}
 
@@ -71,8 +71,6 @@ def test_page_of_whole_runs_has_every_section(tmp_path, report):
         "Configuration",
         "Error",
         "Step by step",
-        "Reconstructions by kfac",
-        "Reconstructions by nag",
     ]
     assert (
         "Lowest training error on mnist: 1.346 by kfac; the next, nag, ended at 2.692"
@@ -132,10 +130,9 @@ def test_names_are_text_everywhere(tmp_path, report, name):
     folder = write_run(tmp_path / name, settings=config(**{name: f"</script>{name}"}))
     other = write_run(tmp_path / "other")
     page = report(folder, other)
-    assert page.text.count(name) >= 4
+    assert page.text.count(name) >= 3
     assert f"</script>{name}" in page.text
     assert not any("onerror" in attributes for _, attributes in page.elements)
-    assert any(name in image["alt"] for image in page.attributes("img"))
 
 
 def test_names_are_made_different(tmp_path):
@@ -195,40 +192,6 @@ def test_configurations_side_by_side(tmp_path, report):
         ("machine.processors", "2", "8"),
     ]
     assert flatten({"a": {"b": [1, "é"]}, "d": True, "e": None}) == {"a.b": '[1, "é"]', "d": "true"}
-
-
-def test_pictures_are_grey_over_what_occurs_and_spread_over_the_run():
-    for count in (1, 6, 7, 40):
-        chosen = spread(count, 6)
-        assert (len(chosen), chosen[0], chosen[-1]) == (min(count, 6), 0, count - 1)
-        assert chosen == sorted(set(chosen))
-    assert grey_range(np.array([0.2, 0.7])) == (0, 1)
-    assert grey_range(np.array([-2.0, 3.0])) == (-2, 3)
-    assert grey_range(np.array([5.0, np.nan])) == (5, 6)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_bytes(b"PK\x03\x04 cut off"),
-        lambda path: np.savez(path, iterations=[1]),
-        lambda path: np.savez(path, **reconstructions() | {"originals": np.zeros((8, 700))}),
-    ],
-)
-def test_pictures_that_cannot_be_read_are_told(tmp_path, report, damage):
-    folder = write_run(tmp_path / "run")
-    damage(folder / "reconstructions.npz")
-    page = report(folder)
-    assert "reconstructions.npz was left out: " in page.text
-    assert not any(heading.startswith("Reconstructions") for heading in page.headings)
-
-
-def test_a_run_without_snapshots_has_no_pictures(tmp_path, report):
-    folder = write_run(tmp_path / "run")
-    nothing = {"iterations": [], "originals": np.zeros((8, 784)), "reconstructions": []}
-    np.savez(folder / "reconstructions.npz", **nothing)
-    headings = report(folder).headings
-    assert not any(heading.startswith("Reconstructions") for heading in headings)
 
 
 def test_folders_of_runs_and_folders_of_other_things(tmp_path, report, capsys):
@@ -292,8 +255,6 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     assert str(path) == "report.html"
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert "Made with kronfac report 'my run'" in page.text
-    given = tyro.cli(ReportConfig, args=["a", "b", "--output", "c.html"])
-    assert given.command == "kronfac report a b --output c.html"
     with pytest.raises(ValueError, match="at least one run"):
         ReportConfig(runs=())
     with pytest.raises(SystemExit):

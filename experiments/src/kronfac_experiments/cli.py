@@ -111,7 +111,6 @@ COMMANDS: dict[str, Command | Group] = {
         "results_command",
     ),
     "bench": Group("measure what K-FAC costs and what it gains", BENCHMARKS),
-    "data": Command("data_command.DataConfig", "list or fetch the data sets", "data_command"),
     "demo": Command(
         "demo.DemoConfig",
         "two minutes of K-FAC beside Nesterov momentum and AdamW, ending in the report",

@@ -10,7 +10,6 @@ from kronfac_experiments.task import Task
 
 EARLY = 100
 EARLY_EVERY = 10
-SNAPSHOT_CASES = 8
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,6 @@ class EvaluationSchedule:
         often = iteration <= EARLY or self.until_error
         every = min(EARLY_EVERY, self.every) if often else self.every
         return iteration % every == 0
-
-
-def snapshot_due(iteration: int) -> bool:
-    """Whether to keep reconstructions: at 0, 10, 50, then 100, 200, 500 and their decimal multiples."""
-    if iteration in (0, 10, 50):
-        return True
-    while iteration >= 1000 and iteration % 10 == 0:
-        iteration //= 10
-    return iteration in (100, 200, 500)
 
 
 def evaluate(

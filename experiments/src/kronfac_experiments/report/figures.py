@@ -32,8 +32,6 @@ TRACES = {
     "batch": ("examples in a mini-batch", "linear"),
 }
 RHO_RANGE = -1.0, 3.0
-CASES, ROWS = 8, 7
-"""Test cases of a gallery, and rows with the originals."""
 
 
 def line_of(index: int) -> tuple[str, Any]:
@@ -91,45 +89,6 @@ def traces(runs: Sequence[Run]) -> bytes | None:
     for axes in panels[len(shown) :]:
         axes.set_axis_off()
     return png(figure, dpi=90)
-
-
-def gallery(run: Run) -> bytes | None:
-    """Test cases, and below them what the network made of them at some iterations."""
-    shots = run.snapshots
-    if shots is None:
-        return None
-    chosen = spread(len(shots.iterations), ROWS - 1)
-    cases = min(CASES, len(shots.originals))
-    low, high = grey_range(shots.originals[:cases])
-    rows = [("originals", shots.originals)]
-    rows += [(f"{shots.iterations[k]:,}", shots.reconstructions[k]) for k in chosen]
-    figure = Figure(figsize=(0.8 * cases + 1.2, 0.85 * len(rows)), layout="constrained")
-    grid = figure.subplots(len(rows), cases, squeeze=False)
-    for (label, images), row in zip(rows, grid, strict=True):
-        for image, axes in zip(images, row, strict=False):
-            axes.imshow(image, cmap="gray", vmin=low, vmax=high)
-            axes.set(xticks=[], yticks=[])
-        row[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=8)
-    return png(figure, dpi=80)
-
-
-def spread(count: int, most: int) -> list[int]:
-    """At most `most` of `count` indices: the first, the last, and denser towards the first."""
-    if count <= most:
-        return list(range(count))
-    steps = np.rint(np.geomspace(1, count, most)).astype(int) - 1
-    for place in range(1, most):  # rounding may have made neighbours equal
-        steps[place] = max(steps[place], steps[place - 1] + 1)
-    return [int(step) for step in steps]
-
-
-def grey_range(originals: NDArray[np.float64]) -> tuple[float, float]:
-    """The values that are black and white: 0 and 1 for pixels in between, else what occurs."""
-    finite = originals[np.isfinite(originals)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
-    if low >= 0 and high <= 1:
-        return 0.0, 1.0
-    return low, high if high > low else low + 1.0
 
 
 def _known(run: Run, name: str) -> bool:

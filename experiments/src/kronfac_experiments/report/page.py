@@ -52,21 +52,14 @@ class ReportConfig:
         if not self.runs:
             raise ValueError("The report needs at least one run folder, got none.")
 
-    @property
-    def command(self) -> str:
-        """The command for the same page."""
-        words = ["kronfac", "report", *map(str, self.runs)]
-        if self.output != DEFAULT_OUTPUT:
-            words += ["--output", str(self.output)]
-        return shlex.join(words)
-
 
 def write_report(config: ReportConfig) -> Path:
     """Write the page about the runs and return where it is."""
     folders, others = run_folders(config.runs)
     if others:
         print(f"Left out, as no runs: {', '.join(map(str, others))}", file=sys.stderr)
-    return page_of(read_runs(folders), config.command).write_html(config.output)
+    words = " ".join(["report", *(shlex.quote(str(run)) for run in config.runs)])
+    return page_of(read_runs(folders), f"kronfac {words}").write_html(config.output)
 
 
 def page_of(runs: list[Run], command: str) -> Document:
@@ -168,14 +161,6 @@ def _pictures(runs: list[Run]) -> list[Picture]:
     drawn = [
         ("Error", ERRORS_ARE, figures.errors(runs)),
         ("Step by step", "Damping, coefficients, reduction ratio and loss.", figures.traces(runs)),
-        *(
-            (
-                f"Reconstructions by {run.name}",
-                "Test cases on top, below them what the network made of them.",
-                figures.gallery(run),
-            )
-            for run in runs
-        ),
     ]
     return [
         Picture(heading, description, png) for heading, description, png in drawn if png is not None

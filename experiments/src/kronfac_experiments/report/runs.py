@@ -1,11 +1,10 @@
-"""Reads run folders: `config.json`, `metrics.jsonl`, `reconstructions.npz`.
+"""Reads run folders: `config.json` and `metrics.jsonl`.
 
 A report is also wanted of a run that is under way, or was killed in the middle of a line.
 """
 
 import json
 import math
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,21 +41,6 @@ class ReportError(KronfacError, ValueError):
 
 
 @dataclass(frozen=True)
-class Snapshots:
-    """Test cases and what the network made of them during training.
-
-    Args:
-        iterations: (t,).
-        originals: (n, side, side).
-        reconstructions: (t, n, side, side).
-    """
-
-    iterations: NDArray[np.int64]
-    originals: NDArray[np.float64]
-    reconstructions: NDArray[np.float64]
-
-
-@dataclass(frozen=True)
 class Run:
     """One run folder.
 
@@ -64,7 +48,6 @@ class Run:
         name: Unique among the runs of a report.
         config: `config.json`, flat; empty if there is none.
         rows: The objects of `metrics.jsonl`, iterations increasing.
-        snapshots: None if there are none.
         notes: What was left out or out of the ordinary, in words.
         diverged: Whether it ended there.
     """
@@ -72,7 +55,6 @@ class Run:
     name: str
     config: dict[str, str]
     rows: tuple[dict[str, Any], ...]
-    snapshots: Snapshots | None = None
     notes: tuple[str, ...] = ()
     diverged: bool = False
 
@@ -160,12 +142,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _read_run(folder: Path, name: str) -> Run:
     rows = _read_rows(folder / METRICS)
     notes = []
-    snapshots = None
-    if (folder / "reconstructions.npz").is_file():
-        try:
-            snapshots = _read_snapshots(folder / "reconstructions.npz")
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            notes.append(f"reconstructions.npz was left out: {error}")
     events = [(row["iteration"], event) for row in rows for event in row.get("events", ())]
     if events:
         notes.append(f"{len(events)} events, the first in iteration {events[0][0]}: {events[0][1]}")
@@ -174,7 +150,7 @@ def _read_run(folder: Path, name: str) -> Run:
     diverged = (folder / "diverged.json").is_file()
     if diverged:
         notes.append("the run diverged, and ends there")
-    return Run(name, _read_config(folder / "config.json"), rows, snapshots, tuple(notes), diverged)
+    return Run(name, _read_config(folder / "config.json"), rows, tuple(notes), diverged)
 
 
 def _read_config(path: Path) -> dict[str, str]:
@@ -213,22 +189,6 @@ def _read_rows(path: Path) -> tuple[dict[str, Any], ...]:
                     f"The report cannot read line {count} of '{path}': {error}."
                 ) from error
     return tuple(rows)
-
-
-def _read_snapshots(path: Path) -> Snapshots | None:
-    # np.load leaves a file that it opened itself and can't read open.
-    with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-        iterations = arrays["iterations"].astype(np.int64)
-        originals = arrays["originals"].astype(np.float64)
-        reconstructions = arrays["reconstructions"].astype(np.float64)
-    if not reconstructions.size:
-        return None
-    side = round(originals.shape[-1] ** 0.5)
-    return Snapshots(
-        iterations,
-        originals.reshape(-1, side, side),
-        reconstructions.reshape(len(iterations), len(originals), side, side),
-    )
 
 
 def _or_nan(value: Any) -> float:
