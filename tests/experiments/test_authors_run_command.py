@@ -80,7 +80,7 @@ def test_the_authors_run_is_the_papers_preset_and_none_is_run_twice(tiny_mnist, 
             60, report.loss, report.lambda_, report.gamma, report.alpha, report.mu,
         )  # fmt: skip
     text = (tmp_path / "authors.md").read_text()
-    assert "Made by `kronfac bench authors-run --threads 1 --output" in text
+    assert "Made by `kronfac bench authors-run --threads 1 --seeds 2" in text
     capsys.readouterr()
     before = (tmp_path / "rows.jsonl").read_bytes()
     assert kronfac(*words) == 0

@@ -32,7 +32,7 @@ def test_a_step_is_measured_by_part(tmp_path):
     page = tmp_path / "step.md"
     assert bench(*STEP, "--output", page) == 0
     text = page.read_text()
-    assert "Made by `kronfac bench step --threads 1 --output" in text
+    assert "Made by `kronfac bench step --threads 1 --problem curves" in text
     assert "float32, 1 thread, seed 0, torch" in text
     assert "| block-diagonal, m = 20 |" in text
     for part in ("gradient", "statistics", "direction", "fisher products"):

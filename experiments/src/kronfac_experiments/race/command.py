@@ -12,9 +12,8 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from kronfac_experiments.config import hint
 from kronfac_experiments.machine import machine, versions
-from kronfac_experiments.options import at_least
+from kronfac_experiments.options import at_least, hint
 from kronfac_experiments.progress import clock, number
 from kronfac_experiments.race.contestants import (
     Contestant,
