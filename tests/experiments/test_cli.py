@@ -122,7 +122,6 @@ MISTAKES = {
     "train curves --optimizer adam --mu-max 0.9": "--mu-max is for nag alone",
     "train curves --wieght-decay 0.1": "--wieght-decay",
     "train --resume absent": "There is no run directory absent",
-    "report absent": "absent",
 }
 
 
@@ -180,8 +179,8 @@ def test_a_traceback_for_those_who_ask(monkeypatch):
 
 
 def test_a_bug_is_one_line_too(monkeypatch, capsys):
-    monkeypatch.setattr("kronfac_experiments.report.write_report", lambda config: [].missing)
-    assert kronfac("report", "runs") == 1
+    monkeypatch.setattr("kronfac_experiments.race.pages.results_command", lambda config: [].missing)
+    assert kronfac("results", "everyday") == 1
     assert "unexpected AttributeError" in only_line(capsys)
 
 

@@ -95,8 +95,6 @@ class Recording:
 
     evaluate_every: int = 50
     """Iterations between evaluations after the 100th, every 10 before; 0: only first and last."""
-    evaluate_at: Annotated[tuple[float, ...], hint("FLOAT ...", "none")] = ()
-    """Evaluate at these seconds of optimiser time, too."""
     evaluation_cases: Annotated[int | None, hint("INT", "all")] = None
     """Training cases for the training error and test cases for the test error, the first ones."""
     checkpoint_every: float = 60.0

@@ -74,8 +74,6 @@ def read_config(path: Path) -> TrainConfig:
         values = dict(record["config"])
         for name, kind in GROUPS.items():
             values[name] = kind(**values[name])
-        times = tuple(values["recording"].evaluate_at)
-        values["recording"] = replace(values["recording"], evaluate_at=times)
         values["data"] = None if values["data"] is None else Path(values["data"])
         return TrainConfig(**values)
     except (KeyError, TypeError, AttributeError) as error:

@@ -17,9 +17,9 @@ from kronfac import KronfacError
 from kronfac_experiments import run_directory
 from kronfac_experiments.config import Limits, TrainConfig, resolved
 from kronfac_experiments.evaluation import (
-    EvaluationSchedule,
     best_error,
     evaluate,
+    evaluation_due,
 )
 from kronfac_experiments.machine import usable_device
 from kronfac_experiments.optimizers import DivergedError
@@ -270,9 +270,7 @@ def _loop(
 ) -> str:
     """Iterate until a limit is reached, and say which."""
     recording = config.recording
-    schedule = EvaluationSchedule(
-        recording.evaluate_every, recording.evaluate_at, config.limits.until_error is not None
-    )
+    until_error = config.limits.until_error is not None
     saved_at = session.seconds
 
     def record(row: dict[str, Any], *, evaluated: bool) -> None:
@@ -289,10 +287,9 @@ def _loop(
             directory.save(session.state_dict())  # from here on, a killed run can be resumed
             record(session.start(), evaluated=True)
         while True:
-            before = session.seconds
             row = step_or_explain(session)
             reason = _reached(replace(config.limits, until_error=None), session)
-            due = schedule.due(session.iteration, before, session.seconds)
+            due = evaluation_due(session.iteration, recording.evaluate_every, until_error)
             record(row, evaluated=due or reason is not None)
             reason = reason or (_reached(config.limits, session) if due else None)
             stopped = interrupts.received

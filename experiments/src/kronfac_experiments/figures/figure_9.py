@@ -139,7 +139,7 @@ def _run(config: FigureConfig, setting: Setting) -> Curves:
         for method in METHODS
         for size in setting.sizes
     ]
-    found = iter(map(ErrorCurve.of, run_suite(members, Console(highlight=False, soft_wrap=True))))
+    found = iter(run_suite(members, Console(highlight=False, soft_wrap=True)))
     return {method: {size.m: next(found) for size in setting.sizes} for method in METHODS}
 
 

@@ -113,7 +113,7 @@ def run(config: FigureConfig) -> list[Result]:
         for setting in settings
         for method in METHODS
     ]
-    curves = iter(map(ErrorCurve.of, run_suite(members, Console(highlight=False, soft_wrap=True))))
+    curves = iter(run_suite(members, Console(highlight=False, soft_wrap=True)))
     return [Result(setting, {method: next(curves) for method in METHODS}) for setting in settings]
 
 
