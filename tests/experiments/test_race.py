@@ -252,8 +252,8 @@ def test_what_was_kept_is_there_again_and_an_unfinished_line_is_dropped(tmp_path
         stream.write('{"problem": "wi')
     again = Records(path)
     assert list(again) == [one]
-    assert again.cost(cost.key, "code") == cost
-    assert again.run(one.key, "other code") is None
+    assert again.find(cost.key, "code") == cost
+    assert again.find(one.key, "other code") is None
     again.append(other)
     records.read()
     assert list(records) == [one, other], "another process may have appended it"

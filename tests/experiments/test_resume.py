@@ -10,7 +10,7 @@ import torch
 
 import kronfac_experiments.train as train_module
 from kronfac_experiments import run_directory
-from kronfac_experiments.atomic_files import write_atomically
+from kronfac_experiments.files import write_atomically
 from kronfac_experiments.train import Interrupts
 from tests.experiments.runs import (
     assert_same_run,

@@ -21,15 +21,15 @@ from typing import IO, Any
 import torch
 
 from kronfac import KronfacError
-from kronfac_experiments.atomic_files import (
+from kronfac_experiments.config import GROUPS, TrainConfig
+from kronfac_experiments.files import (
     is_unfinished,
     remove_unfinished,
     sync_folder,
+    try_lock,
     write_atomically,
     write_json,
 )
-from kronfac_experiments.config import GROUPS, TrainConfig
-from kronfac_experiments.file_lock import try_lock
 from kronfac_experiments.machine import machine, versions
 from kronfac_experiments.optimizers import DivergedError
 

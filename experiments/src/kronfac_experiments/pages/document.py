@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from kronfac import KronfacError
-from kronfac_experiments.atomic_files import write_atomically
+from kronfac_experiments.files import write_atomically
 
 WRITTEN = "## What it shows"
 """Heading of the section that people write."""

@@ -139,7 +139,7 @@ def render(name: str, page: ResultPage, lanes: tables.Race) -> Document:
         ),
         tables=[
             tables.scores(lanes),
-            *(tables.details(lanes, page.chose) if page.chose else []),
+            *([*tables.details(lanes, page.chose), *tables.estimates()] if page.chose else []),
             tables.contestants(lanes),
         ],
         pictures=[draw(lanes, seconds, *what) for what in shown],

@@ -166,12 +166,14 @@ class Lane:
 
     def run_of(self, entry: Entry) -> Run | None:
         """Its run, if it has been made."""
-        return self.records.run(entry.key, self.terms.code(self.contestant))
+        found = self.records.find(entry.key, self.terms.code(self.contestant))
+        return found if isinstance(found, Run) else None
 
     def cost(self, batch: float | None) -> Cost | None:
         """What its steps cost at this size of the mini-batch, if that has been measured."""
         name = cost_key(self.problem.name, self.contestant.recorded_as, batch, self.terms.threads)
-        return self.records.cost(name, self.terms.code(self.contestant))
+        found = self.records.find(name, self.terms.code(self.contestant))
+        return found if isinstance(found, Cost) else None
 
     def _is_raced(self, run: Run) -> bool:
         terms = self.terms

@@ -66,7 +66,6 @@ def details(race: Race, chose: Sequence[str]) -> list[Table]:
         ),
         *(compared if complete else []),
         *_measures(race),
-        *_estimates(),
     ]  # fmt: skip
 
 
@@ -253,7 +252,7 @@ def _measures(race: Race) -> list[Table]:
     ]
 
 
-def _estimates() -> list[Table]:
+def estimates() -> list[Table]:
     """What `WhitenedMomentum.plan` says of networks that are too large for this race."""
     with torch.device("meta"):
         networks = {
