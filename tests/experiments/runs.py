@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
+from kronfac_experiments import problems
 from kronfac_experiments.cli import main
 
 TINY = ("--layers", "16,8,3", "--threads", "1", "--batch", "40")
@@ -29,6 +31,15 @@ def kronfac(*words: object) -> int:
 
 def train(data: Path, run_dir: Path, *words: object) -> int:
     return kronfac("train", "--data", data, *TINY, "--run-dir", run_dir, *words)
+
+
+def tiny_problems(patch: pytest.MonkeyPatch, *names: str) -> None:
+    """Autoencoders of 40 random cases of 12 numbers in the place of the paper's."""
+    data = torch.rand(40, 12, generator=torch.Generator().manual_seed(0))
+    for name in names:
+        tiny = problems.Problem(name, (12, 6, 3, 6, 12), "bernoulli", 1e-5, 40, 10)
+        patch.setitem(problems.PROBLEMS, name, tiny)
+    patch.setattr(problems, "load", lambda name: (data, data[:10]))
 
 
 def start_process(*words: object, folder: Path) -> subprocess.Popen[str]:

@@ -10,6 +10,7 @@ import torch
 from torch.testing import assert_close
 
 import kronfac as library
+from kronfac.extend import First
 from kronfac_experiments import problems
 from kronfac_experiments.config import (
     FirstOrderOptions,
@@ -106,24 +107,26 @@ def test_the_reported_errors_are_those_of_the_saved_parameters(data, tmp_path):
 
 def test_the_steps_are_those_of_the_library(data, tmp_path):
     run = tmp_path / "run"
-    words = ("--preset", "paper", "--inverse", "block_tridiagonal", "--seed", 3, "--average", 0)
-    assert train(data, run, *words, "--iterations", 7) == 0
+    words = ("--preset", "paper", "--inverse", "block_tridiagonal", "--fisher-fraction", 0.5)
+    assert train(data, run, *words, "--seed", 3, "--average", 0, "--iterations", 7) == 0
     task = load_task(TrainConfig(data=data, layers="16,8,3"))
-    model = task.make_model(3)
+    model, paper = task.make_model(3), library.presets.paper()
     optimizer = library.KFAC(
         model,
         library.Bernoulli(),
         inverse="block_tridiagonal",
         weight_decay=1e-5,
         fisher=library.extend.SampledFisher(seed=3),
-        **library.presets.paper(),
+        **paper | {"intervals": replace(paper["intervals"], fisher_fraction=First(0.5))},
     )
     sampler = ScheduledBatchSampler(len(task.train), 40, seed=3)
     for row in rows(run)[1:]:
         x = task.train.inputs[sampler.next_indices()]
         optimizer.step(optimizer.closure(x, x))
         report = optimizer.report
-        assert (row["loss"], row["alpha"], row["mu"]) == (report.loss, report.alpha, report.mu)
+        names = ("loss", "gamma", "alpha", "mu", "rho")
+        assert row["lambda"] == report.lambda_
+        assert [row[name] for name in names] == [getattr(report, name) for name in names]
     for name, value in checkpoint(run)["model"].items():
         assert torch.equal(value, model.state_dict()[name])
 
