@@ -32,9 +32,9 @@ in float64); as it is if the closure ran in half precision."""
 ROUNDING = 64
 """Additional difference, in the dtype's precision times Σ ‖g‖ ‖ā‖: near a minimum little is left of it."""
 NOT_ZEROED_WARNING = (
-    "loss.backward() has added to the gradients that the last KFAC.step() went by: this step goes by "
-    "the sum, but its curvature is that of the last mini-batch alone. Call optimizer.zero_grad() before "
-    "each backward(), or once before several micro-batches."
+    "loss.backward() has added to the gradients that the last KFAC.step() used: this step uses the sum, "
+    "but the curvature of the last mini-batch alone. Call optimizer.zero_grad() before each backward(), or "
+    "once before several micro-batches."
 )
 
 
@@ -104,8 +104,8 @@ def _untrained(evaluation: Evaluation, left_out: Collection[int]) -> dict[str, s
     new = [n for n, p in network.model.named_parameters() if p.requires_grad and id(p) not in known]
     if new:
         warnings["parameters"] = (
-            f"{_list(new)} became trainable after this KFAC was made, which does not train them; call "
-            "add_param_group with them."
+            f"{_list(new)} became trainable after this KFAC was made, which does not train them. Call "
+            "optimizer.add_param_group with them."
         )
     if len(evaluation.without_gradient) == len(network.units):
         return warnings  # which will be an error
@@ -156,7 +156,7 @@ def _with_factor(
         if before is not None:
             warnings["scale"] = (
                 f"The {_where(evaluation)}'s gradient is {scale:.4g} times that of the losses it called, "
-                "in every step; KFAC takes the gradient for right. Scale the loss before backward(), "
+                "in every step; KFAC trusts the gradient. Scale the loss before backward(), "
                 "not the gradient after it."
             )
         state, evaluation = replace(state, scale=scale), evaluation.scaled(scale)
@@ -165,7 +165,7 @@ def _with_factor(
     if (scale == 1 or before is not None) and not _agree(evaluation, returned, seen):
         warnings["returned"] = (
             f"The closure returned a loss of {returned:.4g}, but its gradient is that of {seen:.4g}, "
-            f"{seen / returned:.4g} times as much. KFAC takes the gradient for right. Return what "
+            f"{seen / returned:.4g} times as much. KFAC trusts the gradient. Return what "
             "backward() is called on, summed over all micro-batches."
         )
     return evaluation, state
@@ -234,7 +234,7 @@ def _compare(evaluation: Evaluation) -> _Comparison | None:
     losses = float(evaluation.returned_loss), float(evaluation.loss)
     if not free or (mixed and not _agree(evaluation, *losses)):
         return None
-    given = replace(evaluation, weight_decay=PerParameter(0.0)).gradient()
+    given = replace(evaluation, weight_decay=PerParameter(0.0)).gradient
     recorded, half = _gradients_of(evaluation)
     own, recorded = tuple(given[n] for n in free), [recorded[n] for n in free]
     seen = tuple(part.gradient for part in recorded)

@@ -23,9 +23,9 @@ from kronfac.errors import LoopError
 from kronfac.groups import (
     Params,
     PerParameter,
-    RateWarning,
     check_group,
     groups_of,
+    likely_adams_rate,
     parameters_in,
 )
 from kronfac.model import Blocks, Network, remove_hooks
@@ -36,6 +36,7 @@ from kronfac.settings import Intervals, Settings, fisher_of, inverse_of, refuse_
 from kronfac.step.saving import MOMENTUM, extended_momentum, load, save, saved_groups
 from kronfac.step.state import State, initial_state
 from kronfac.step.take import take_step
+from kronfac.warn import warn_once
 
 
 class KFAC(torch.optim.Optimizer):
@@ -147,11 +148,10 @@ class KFAC(torch.optim.Optimizer):
         self._listen()
         self._wrapped = True if averages_gradients(model) else None
         self._state = self._initial_state()
-        self._warn_of_rate = RateWarning()
-        self._warn_of_rate(self.param_groups)
+        self._left_out, self._warned = self._trainable_elsewhere(), set[str]()
+        self._check_rates()
         self._warn_of_events = EventWarnings()
         self._versions: list[tuple[int, int]] | None = None  # of the parameters, after a step
-        self._left_out, self._warned = self._trainable_elsewhere(), set[str]()
         self.report: StepReport | None = None
         """What the last step did; None before the first."""
 
@@ -176,9 +176,7 @@ class KFAC(torch.optim.Optimizer):
         its state, there need not be anything to take a step from: nothing is done.
         """
         _refuse_call(closure)
-        for number, group in enumerate(self.param_groups):
-            check_group(group, number)
-        self._warn_of_rate(self.param_groups)
+        self._check_rates()
         moves = any(float(group["lr"]) for group in self.param_groups)
         if closure is None and not moves and not self._recorder.since.forwards:
             self._show_momentum(anyway=True)
@@ -273,11 +271,9 @@ class KFAC(torch.optim.Optimizer):
             post_hook(self)
 
     def _become(self, state: State) -> None:
-        """Replace the state; a refresh under way that the new one does not go on with is given up."""
-        under_way, self._state = self._state.refresh, state
+        """Replace the state, and show its momentum."""
+        self._state = state
         self._show_momentum()
-        if under_way is not None and under_way is not state.refresh:
-            under_way.give_up()
 
     def _show_momentum(self, anyway: bool = False) -> None:
         """Show the momentum buffer in `state`, where torch looks for what belongs to a parameter.
@@ -357,7 +353,14 @@ class KFAC(torch.optim.Optimizer):
         fresh = self._initial_state()
         self._become(replace(fresh, step=replace(fresh.step, momentum=momentum)))
         self._left_out = self._trainable_elsewhere()
-        self._warn_of_rate(self.param_groups)
+        self._check_rates()
+
+    def _check_rates(self) -> None:
+        """Check the groups, and warn of a learning rate that is likely Adam's."""
+        for number, group in enumerate(self.param_groups):
+            check_group(group, number)
+        if "rate" not in self._warned and (message := likely_adams_rate(self.param_groups)):
+            warn_once(self._warned, "rate", message)
 
     def _listen(self) -> None:
         """Record what the model and the loss are called with from now on, for steps without a closure."""
@@ -377,7 +380,7 @@ class KFAC(torch.optim.Optimizer):
     def _trainable_elsewhere(self) -> set[int]:
         """The ids of parameters that could be trained and are in no group."""
         known = {id(p) for group in self.param_groups for p in group["params"]}
-        return {id(p) for p in self._own_model.parameters() if p.requires_grad} - known
+        return {id(p) for p in self.network.model.parameters() if p.requires_grad} - known
 
 
 def _complete(module: nn.Module) -> bool:

@@ -45,7 +45,7 @@ from kronfac.step.evaluation import Evaluation
 from kronfac.step.examples import choose_examples, update_curvature
 from kronfac.step.inverses import Inverter
 from kronfac.step.state import CurrentInverse, State, initial_state
-from kronfac.warn import warn
+from kronfac.warn import warn_once
 
 Schedule = float | Callable[[int], float]
 """A number, or one for every count of steps taken."""
@@ -351,10 +351,7 @@ class Preconditioner:
         return replace(state, current=CurrentInverse(inverse, state.iteration, damping))
 
     def _warn(self, kind: str, message: str) -> None:
-        """Warn once of each kind."""
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warn(message)
+        warn_once(self._warned, kind, message)
 
 
 def _due(step: int, last: int, interval: int) -> bool:

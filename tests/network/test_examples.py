@@ -458,13 +458,6 @@ def test_layers_that_are_called_with_time_first_have_examples_along_the_second_d
     assert not assert_gradients_of_examples(Sequences(), words)
 
 
-@pytest.mark.parametrize("name", APART)
-@pytest.mark.parametrize("length", [3, N])
-def test_recurrent_layers_and_attention(name, length):
-    model = APART[name]().eval()
-    assert not assert_gradients_of_examples(model, normal(N, length, 4))
-
-
 class Positions(nn.Module):
     """As many positions as examples, or twice as many, looked up once for all examples."""
 

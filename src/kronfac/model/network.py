@@ -52,7 +52,7 @@ class Learned:
     """In a saved state, the units in their order; none before the first pass was looked at."""
 
     def copy(self, units: tuple[UnitState, ...] = ()) -> "Learned":
-        """One that stays as it is."""
+        """A copy that later passes do not change."""
         return replace(self, dims=dict(self.dims), units=units)
 
 
@@ -111,7 +111,7 @@ class Network:
 
     @property
     def versions(self) -> list[tuple[int, int]]:
-        """Changes when a parameter is written to or its memory replaced; not by writes through `p.data`."""
+        """Changes when a parameter is written to or gets new memory, but not by writes to `p.data`."""
         return [(p.data_ptr(), p._version) for p in self.parameters]
 
     @cached_property
@@ -124,7 +124,7 @@ class Network:
         )
 
     def unused(self, number: int) -> list[Tap]:
-        """What a unit shows that no example uses: zeros."""
+        """The taps of a unit that no example uses: zeros."""
         unit = self.units[number]
         rows, columns = (
             torch.zeros(1, 1, size, dtype=unit.dtype, device=self.device) for size in unit.shape
@@ -174,7 +174,7 @@ class Network:
             put_back(list(zip(parameters, kept, strict=True)))
 
     def learned_state(self) -> Learned:
-        """What passes have shown of it, to be saved."""
+        """What passes have shown of the network, to be saved."""
         units = self.units if self.discovered else ()
         return self.learned.copy(tuple(UnitState(unit.kind, unit.observed) for unit in units))
 
@@ -279,12 +279,11 @@ def _continued(unit: Unit, state: UnitState, blocks: Blocks) -> Unit:
         return unit.unobserved("not all uses of it were seen when the state was saved")
     if not state.kind:
         return unit
-    kinds: tuple[Kind, ...] = get_args(Kind)
-    for kind in kinds:
-        if kind == state.kind:
-            block = blocks.choose(kind, *unit.shape)
-            return replace(unit, block=block, kind=kind, original=unit)
-    raise StateError(
-        f"The state's kind of use of {unit.name!r} must be one of {kinds}; got {state.kind!r}. Load an "
-        "earlier state."
-    )
+    kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
+    if state.kind not in kinds:
+        raise StateError(
+            f"The state's kind of use of {unit.name!r} must be one of {tuple(kinds)}; got {state.kind!r}. "
+            "Load an earlier state."
+        )
+    kind = kinds[state.kind]
+    return replace(unit, block=blocks.choose(kind, *unit.shape), kind=kind, original=unit)

@@ -66,7 +66,7 @@ class RandomState:
 
 @contextmanager
 def replay(state: RandomState | None) -> Iterator[None]:
-    """Draw what was drawn from this state on; the global generators are put back. None changes nothing."""
+    """Replay random numbers from this state on, then restore the generators; None does nothing."""
     if state is None:
         yield
         return
@@ -83,14 +83,14 @@ def replay(state: RandomState | None) -> Iterator[None]:
 
 @contextmanager
 def unseen_writes(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Write to tensors whose values are put back: graphs that they are part of stay valid."""
+    """Write to tensors whose values will be put back, so that graphs with these tensors stay valid."""
     with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
         yield
 
 
 @torch.no_grad()
 def put_back(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write values to tensors; if something is raised in between, all of them once more before that is."""
+    """Write values to tensors: all of them, also if Ctrl-C interrupts it."""
     try:
         for tensor, value in pairs:
             tensor.copy_(value)
@@ -382,6 +382,26 @@ def register_hooks(
         module.register_forward_pre_hook(StandingHook(before, 2), with_kwargs=True, prepend=True),
         module.register_forward_hook(StandingHook(after, 3), with_kwargs=True, always_call=True),
     ]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of the module is compiled."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The model and the modules in it that have something to train, each once, with their paths.
+
+    Not those inside of compiled ones, which a hook would make the compiler compile again.
+    """
+    compiled: tuple[str, ...] = ()
+    for path, module in model.named_modules():
+        idle = path and not any(p.requires_grad for p in module.parameters())
+        if idle or path.startswith(compiled) or isinstance(module, torch.jit.ScriptModule):
+            continue
+        yield path, module
+        if is_compiled(module):
+            compiled += (f"{path}." if path else "",)
 
 
 def remove_hooks(handles: Sequence[RemovableHandle]) -> None:

@@ -7,7 +7,7 @@ vector in parameter space is a tuple with one such matrix per unit: gradients, u
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,35 @@ from torch import Tensor, nn
 from kronfac.curvature import Block, DiagonalBlock
 from kronfac.errors import UnsupportedModelError
 from kronfac.model.blocks import Kind
+
+
+class MatrixLayout(NamedTuple):
+    """How a parameter is read as matrices, (matrices, rows, columns), each multiplied with vectors a."""
+
+    transposed: int = 0
+    """1 if it is stored as (in, out / groups, …), and not as (out, in / groups, …)."""
+    groups: int = 1
+    """Groups of rows with inputs of their own, as in grouped convolutions."""
+    parts: int = 1
+    """Packed matrices with the same inputs, such as queries, keys and values, or the gates of an LSTM."""
+
+    def split(self, t: Tensor) -> Tensor:
+        """Return (matrices, rows, columns) from a tensor in the parameter's shape."""
+        if self.transposed:
+            t = t.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
+        return t.reshape(self.groups * self.parts, len(t) // (self.groups * self.parts), -1)
+
+    def join(self, X: Tensor, shape: torch.Size) -> Tensor:
+        """Return a tensor in the parameter's shape from (matrices, rows, columns)."""
+        if not self.transposed:
+            return X.reshape(shape)
+        apart = X.reshape(self.groups, shape[1], shape[0] // self.groups, *shape[2:])
+        return apart.transpose(1, 2).flatten(0, 1)
+
+    def size(self, shape: torch.Size) -> tuple[int, int, int]:
+        """Return the numbers of matrices, rows and columns for a parameter of this shape."""
+        rows = self.groups * shape[1] if self.transposed else shape[0]
+        return self.groups * self.parts, rows // (self.groups * self.parts), shape.numel() // rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +119,7 @@ class Unit:
     def _matrix(self, t: Tensor) -> Tensor:
         """(rows, …) from a tensor shaped like one of the parameters."""
         if self.swapped and t.dim() > 1:
-            t = t.unflatten(0, (self.swapped, -1)).transpose(1, 2)
+            t = MatrixLayout(1, self.swapped).split(t)
         return t.reshape(self.rows, -1)
 
     def split(self, V: Tensor) -> list[Tensor]:
@@ -100,9 +129,7 @@ class Unit:
             if p.dim() == 1 and stop - start == 1:
                 parts.append(V[:, start])
             elif self.swapped and p.dim() > 1:
-                part = V[:, start:stop].unflatten(0, (self.swapped, -1))
-                part = part.unflatten(-1, (-1, *p.shape[2:]))
-                parts.append(part.transpose(1, 2).flatten(0, 1))
+                parts.append(MatrixLayout(1, self.swapped).join(V[:, start:stop], p.shape))
             else:
                 part = V[:, start:stop]
                 parts.append(part if part.shape == p.shape else part.reshape(p.shape))

@@ -108,6 +108,8 @@ class Tape:
         self.record = Record()
         self.outside: dict[int, Tensor] = {}
         """Leaves that require a gradient and are not the model's, by id."""
+        self.unread = ""
+        """A node of the graph that could not be read."""
         self._indices = indices
         self._key = new_key() if key is None else key
         self._trained = {id(p) for p in model.parameters() if p.requires_grad}
@@ -146,6 +148,7 @@ class Tape:
             if node.name() != ALIAS:
                 call = read_node(node, number) if read else None
                 if call is None:
+                    self.unread = node.name()
                     return None
                 calls.append(call)
             node, number = node.next_functions[0]

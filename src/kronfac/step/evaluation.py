@@ -66,9 +66,9 @@ class Evaluation:
     returned: Any
     """What the closure returned."""
     returned_loss: Tensor
-    """The same as a tensor without dimensions."""
+    """The loss that the closure returned, as a tensor without dimensions."""
     loss: Tensor
-    """The same, but for a closure in half precision: see `in_full_precision`."""
+    """Equal to `returned_loss`, except for a closure in half precision: see `in_full_precision`."""
     weight_decay: PerParameter
     """η."""
     batch: Batch
@@ -84,9 +84,9 @@ class Evaluation:
     """This rank's portion of the mini-batch. `returned`, `batch` and `factors` are its own; losses and
     gradients are those of all ranks."""
     clipped: float = 1.0
-    """What clipping has multiplied the gradient by; 1 if that is not known."""
+    """The factor by which clipping has changed the gradient; 1 if it is not known."""
     gradients: Mapping[nn.Parameter, Tensor] | None = None
-    """Sums of the gradients of all ranks; None if those in the parameters are right already."""
+    """Sums of the gradients of all ranks; None if `p.grad` has them already."""
 
     @property
     def examples(self) -> int:
@@ -102,7 +102,7 @@ class Evaluation:
     def recorded_loss(self) -> Tensor | None:
         """The sum of the recorded loss calls, of all ranks; None if not all were recorded."""
         own, portion = self.batch.recorded_loss, self.portion
-        if own is None or portion.alone:
+        if own is None or portion.world.size == 1:
             return own
         return None if portion.recorded_loss is None else like(own, portion.recorded_loss)
 
@@ -119,7 +119,7 @@ class Evaluation:
 
     @cached_property
     def numbers(self) -> "HostNumbers":
-        """What the host needs before a step is computed, in one synchronisation with the device."""
+        """The numbers that decisions before the step depend on, in one synchronisation with the device."""
         eta, parameters = self.weight_decay, self.network.parameters
         recorded = None if self.reevaluate is None else self.recorded_loss
         terms = [terms for part in self.batch.passes for terms in part.terms]
@@ -135,7 +135,7 @@ class Evaluation:
         norms, found = rest[: len(flat)], rest[len(flat) :]
         penalty = sum(eta[p] / 2 * n for p, n in zip(parameters, norms, strict=False))
         sums, weight = iter(found[::2]), self.portion.weight
-        if self.portion.alone:
+        if self.world.size == 1:
             totals = [one.total_of(None if one.weight is None else next(sums)) for one in terms]
             weight = sum(
                 total for one, total in zip(terms, totals, strict=True) if one.likelihood.saturates
@@ -163,15 +163,20 @@ class Evaluation:
             return scaled
         return replace(scaled, loss=loss, returned_loss=loss)
 
+    @cached_property
     def gradient(self) -> Matrices:
-        """∇h, the weight decay's ηθ included.
+        """∇h, the weight decay's ηθ included; a validation does not need its memory.
 
         A unit that this mini-batch left without a gradient has zeros, without weight decay.
 
         Raises:
             ClosureError: no unit has a gradient.
         """
-        self.check_gradient()
+        if len(self.without_gradient) == len(self.network.units):
+            raise ClosureError(
+                f"The closure left no gradient in {self.network.units[0].name!r} nor in any other trained "
+                "parameter: it has to call backward() on a loss that depends on them."
+            )
         gradients = []
         for n, unit in enumerate(self.network.units):
             given = [self.gradient_of(p) for p in unit.parameters]
@@ -193,14 +198,6 @@ class Evaluation:
                 gradients.append(unit.join(grads))
         return tuple(gradients)
 
-    def check_gradient(self) -> None:
-        """Raise a `ClosureError` if no unit has a gradient."""
-        if len(self.without_gradient) == len(self.network.units):
-            raise ClosureError(
-                f"The closure left no gradient in {self.network.units[0].name!r} nor in any other trained "
-                "parameter: it has to call backward() on a loss that depends on them."
-            )
-
     @cached_property
     def without_gradient(self) -> set[int]:
         """The numbers of the units with parameters that the closure left no gradient in."""
@@ -211,7 +208,7 @@ class Evaluation:
         }
 
     def names_without_gradient(self) -> list[str]:
-        """What the closure left no gradient in: units, and parameters of those that it left some in."""
+        """Names without a gradient: of whole units, and of single parameters where a unit has some."""
         names = []
         for n in sorted(self.without_gradient):
             unit = self.network.units[n]
@@ -233,7 +230,7 @@ class Evaluation:
         return math.isfinite(largest) and abs(loss - other) <= tolerance
 
     def lost_to_clipping(self, delta: Matrices, slope: float) -> float:
-        """What M(δ) − M(0) lacks by a gradient that clipping has multiplied by c.
+        """The part of M(δ) − M(0) that is missing because clipping has multiplied the gradient by c.
 
         The objective follows the whole gradient: with g the clipped one of the loss and H = diag(η),
         M(δ) − M(0) = gᵀδ/c + θᵀHδ + ½ δᵀ(F + λI + H)δ, whereas `slope` is gᵀδ + θᵀHδ.
@@ -268,7 +265,7 @@ class Evaluation:
 
     def _over_ranks(self, loss: Tensor) -> Tensor:
         """The sum of the ranks' parts of a loss."""
-        if self.portion.alone:
+        if self.world.size == 1:
             return loss
         return like(loss, self.world.total([float(loss)], "loss")[0])
 
@@ -290,23 +287,9 @@ class Evaluation:
         weighted = tuple(self.weight_decay.times(parameters, parts))
         return float(dot(parameters, weighted) + dot(parts, weighted) / 2)
 
-
-@dataclass(frozen=True)
-class Point:
-    """An evaluation with its gradient, which takes memory that a validation can do without."""
-
-    evaluation: Evaluation
-    gradient: Matrices
-    """∇h, weight decay included."""
-
-    @classmethod
-    def of(cls, evaluation: Evaluation) -> "Point":
-        """With the gradient that the closure left, summed over all ranks."""
-        return cls(evaluation, evaluation.gradient())
-
     def check_finite(self, curvature: Curvature) -> None:
         """Raise `RefusedError` with the first cause of non-finite numbers, if there is one."""
-        loss, units = self.evaluation.loss, self.evaluation.network.units
+        loss, units = self.loss, self.network.units
         if not bool(loss.isfinite()):
             raise RefusedError(f"The loss is {float(loss)}.", EventKind.NONFINITE_LOSS)
         for unit, V in zip(units, self.gradient, strict=True):

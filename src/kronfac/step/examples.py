@@ -13,7 +13,15 @@ from kronfac.curvature.estimate import Sample, estimate, head_counts
 from kronfac.errors import RankError
 from kronfac.linearize import linearize
 from kronfac.record import Batch, sizes, subsets
-from kronfac.settings import Settings
+from kronfac.settings import (
+    FISHER_FRACTION,
+    LEAST_EXAMPLES,
+    LEAST_ROWS,
+    STATISTICS_FRACTION,
+    First,
+    Intervals,
+    Settings,
+)
 from kronfac.step.evaluation import Evaluation
 from kronfac.step.state import CurrentInverse, State
 
@@ -45,14 +53,14 @@ def choose_examples(
     """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8]."""
     batch, portion = evaluation.batch, evaluation.portion
     terms = batch.most_terms + portion.terms_elsewhere
-    fractions = settings.intervals.shares(
-        m.examples, terms, convolutional=evaluation.network.convolutional
-    )
+    intervals = settings.intervals
+    fractions = shares(intervals, m.examples, terms, evaluation.network.convolutional)
     if batch.random and not batch.traced:
         # Statistics and J v have to see the same masks, which depend on the examples of a pass.
         fractions = fractions[1], fractions[1]
     generator = None
-    if not settings.intervals.first_examples:
+    chosen = intervals.statistics_fraction, intervals.fisher_fraction
+    if not any(isinstance(fraction, First) for fraction in chosen):
         # A generator of its own, so that the targets' stream stays as it is; no state to be saved.
         generator = torch.Generator().manual_seed(SUBSET_SEEDS * settings.fisher.seed + m.iteration)
     counts = sizes(m.examples, *fractions)
@@ -60,6 +68,21 @@ def choose_examples(
         evaluation.network, batch, counts, generator, start=portion.start, total=m.examples
     )
     return _over_ranks(evaluation, S1, S2)
+
+
+def shares(
+    intervals: Intervals, examples: int, terms: int, convolutional: bool
+) -> tuple[float, float]:
+    """τ₁ and τ₂ for a mini-batch of so many examples; its loss has more terms if they are sequences."""
+    least = LEAST_EXAMPLES / examples
+    if not convolutional:
+        least = max(least, LEAST_ROWS / max(terms, examples))
+    least = min(1.0, least)
+    tau_1, tau_2 = intervals.statistics_fraction, intervals.fisher_fraction
+    return (
+        max(STATISTICS_FRACTION, least) if tau_1 is None else tau_1,
+        max(FISHER_FRACTION, least) if tau_2 is None else tau_2,
+    )
 
 
 def _over_ranks(evaluation: Evaluation, S1: Batch, S2: Batch) -> CurvatureExamples:
@@ -90,7 +113,7 @@ def update_curvature(
     network, S1 = evaluation.network, some.statistics
     generator = torch.Generator(device=network.device)
     generator.set_state(before.generator)
-    fisher, memory = settings.fisher, settings.step_rule.long_memory
+    fisher, memory = settings.fisher, None if m.trusted else settings.step_rule.long_memory
     remembered = 1.0 if memory is None else memory.statistics(m)
     decay = ema_decay(m.iteration, fisher.ema_decay, remembered)
     current = before.current

@@ -53,11 +53,6 @@ class Refresh:
         assert self.inverter is not None
         self.inverter.begin(self.candidates)
 
-    def give_up(self) -> None:
-        """It is not wanted any more."""
-        assert self.inverter is not None
-        self.inverter.give_up()
-
 
 CHECK_INTERVAL = 100
 """Iterations from one check of the gradient to the next."""
