@@ -56,5 +56,5 @@ def test_the_verdict_says_who_won():
 
 def test_the_verdict_does_not_take_a_failed_run_for_a_result():
     one, wild = lane("K-FAC", 8.0, 4.0), lane("AdamW", 8.0, 0.5, message="diverged")
-    assert demo.verdict([one, wild]).endswith("K-FAC 4, AdamW failed. K-FAC alone did not fail.")
+    assert demo.verdict([one, wild]).endswith("K-FAC 4.00, AdamW failed. K-FAC alone did not fail.")
     assert demo.verdict([wild, lane("SOAP", 8.0, message="diverged")]).endswith("All failed.")

@@ -90,7 +90,7 @@ def verdict(lanes: Sequence[Lane]) -> str:
     ends = {lane.contestant.label: score(lane.problem, lane.runs[0]) for lane in lanes}
     best, second = sorted(ends, key=lambda label: ends[label])[:2]
     errors = ", ".join(
-        f"{label} {'failed' if runs[label].message else f'{end:.3g}'}"
+        f"{label} {'failed' if runs[label].message else f'{end:#.3g}'}"
         for label, end in ends.items()
     )
     said = f"Training error after equal time: {errors}. "

@@ -28,8 +28,8 @@ CEILING = 1.2
 """Losses are shown up to so many times the first one: of a run that diverged only that it did."""
 POINTS, START = 60, 3
 """Of a line, and the first that decides where the axis ends."""
-WITHIN_A_DECADE = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
-"""Ticks of an axis that is shorter than a decade."""
+TICKS = {10.0: (1.0, 1.5, 2.0, 3.0, 5.0, 7.0), 100.0: (1.0, 2.0, 5.0)}
+"""Ticks within a decade, for axes whose ends are less than so many times apart."""
 Numbers = npt.NDArray[np.float64]
 
 
@@ -105,13 +105,14 @@ def _panel(
 
 def _scale(axes: Axes) -> None:
     """A logarithmic axis that leaves out the first falls, which are the same for all."""
-    medians = [np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines]
-    if medians:
-        axes.set_ylim(top=1.05 * max(values[START:].max() for values in medians))
     axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    few = high < 10 * low
-    axes.yaxis.set_major_locator(LogLocator(subs=WITHIN_A_DECADE if few else (1.0,), numticks=6))
+    medians = [np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines]
+    low = min(values.min() for values in medians)
+    high = max(values[START:].max() for values in medians)
+    margin = max(1.02, (high / low) ** 0.05)
+    axes.set_ylim(low / margin, high * margin)
+    ticks = next((within for ratio, within in TICKS.items() if high < ratio * low), (1.0,))
+    axes.yaxis.set_major_locator(LogLocator(subs=ticks, numticks=6))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
