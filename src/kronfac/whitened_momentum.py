@@ -26,8 +26,8 @@ from kronfac.groups import Params
 from kronfac.linalg.polar import normalized, polar, polar_cost
 from kronfac.linalg.spd import eigh, shifted_inverse
 from kronfac.model.input_factors import InputObserver, Seen, precise
+from kronfac.model.network import MatrixLayout
 from kronfac.model.side_effects import device_of, without_traces
-from kronfac.model.unit import MatrixLayout
 from kronfac.warn import warn
 
 METHODS = ("adam", "polar", "whitened")

@@ -24,6 +24,7 @@ from kronfac.linalg.spd import add_gram
 from kronfac.model.functions import OBSERVERS, Function, SeeFunctions
 from kronfac.model.layout import PLAIN, Arrange, Layout
 from kronfac.model.nested import tensors_of
+from kronfac.model.network import MatrixLayout
 from kronfac.model.registry import Layer, adapter_for
 from kronfac.model.side_effects import (
     RandomState,
@@ -36,7 +37,6 @@ from kronfac.model.side_effects import (
     replay,
     without_traces,
 )
-from kronfac.model.unit import MatrixLayout
 
 GATES: dict[type[nn.Module], int] = {
     nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3, nn.MultiheadAttention: 3,
