@@ -256,14 +256,14 @@ class KFAC(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        loaded = load(state_dict, self.param_groups, self.network, self.settings)
-        self.network = loaded.network
+        state, network, loaded = load(state_dict, self.param_groups, self.network, self.settings)
+        self.network = network
         self._versions = None
         self.state.clear()
-        self._become(loaded.state)
-        if loaded.state.refresh is not None:
-            loaded.state.refresh.begin()
-        for group, options in zip(self.param_groups, loaded.options, strict=True):
+        self._become(state)
+        if state.refresh is not None:
+            state.refresh.begin()
+        for group, options in zip(self.param_groups, loaded, strict=True):
             kept = group["params"]
             group.clear()
             group.update(copy.deepcopy(options), params=kept)
