@@ -227,8 +227,8 @@ class KFAC(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, for `torch.save`.
 
-        `"state"` has the momentum buffer of each parameter and `"param_groups"` the options of the groups,
-        as for any optimizer of torch's; `"kfac"` has the rest, in a form of K-FAC's own.
+        `"state"` shows the momentum buffer of each parameter and `"param_groups"` has the options of the
+        groups, as for any optimizer of torch's. `"kfac"` has the whole state, from which K-FAC goes on.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)

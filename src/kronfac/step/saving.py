@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import torch
 
 from kronfac.control import Measurement
-from kronfac.curvature import Curvature
 from kronfac.distributed import World
 from kronfac.errors import StateError
 from kronfac.groups import Groups, PerParameter, check_group, parameters_in
@@ -96,13 +95,15 @@ def saved_groups(groups: Groups, state: Mapping[Any, Mapping[str, Any]]) -> dict
 
 @contextmanager
 def _damage_as_state_errors() -> Iterator[None]:
-    """Raise a StateError where a value of the wrong type makes another error."""
+    """Raise a StateError for any error that a damaged state causes while it is read."""
     try:
         yield
     except StateError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise StateError(f"The state can't be read ({error!r}). Load an earlier state.") from error
+        raise StateError(
+            f"The state can't be loaded: {type(error).__name__}: {error} Load an earlier state."
+        ) from error
 
 
 @_damage_as_state_errors()
@@ -155,14 +156,7 @@ def _loaded_options(given: Any, groups: Groups) -> list[Options]:
         )
     options = [{key: v for key, v in group.items() if key != "params"} for group in given]
     for number, (group, values) in enumerate(zip(groups, options, strict=True)):
-        if missing := [key for key in ("lr", "weight_decay") if key not in values]:
-            raise StateError(
-                f"The state's parameter group {number} is incomplete: it has no {missing}."
-            )
-        try:
-            check_group(values, number)
-        except ValueError as error:
-            raise StateError(f"The state can't be loaded: {error}") from error
+        check_group(values, number)
         if "param_names" in group:
             values.setdefault("param_names", group["param_names"])
     return options
@@ -199,7 +193,12 @@ def unpack_state(
         packed, device, dtype=_other_dtype(packed, units), classes=map(type, rules)
     )
     saved.check(*layouts)
-    _check_links(saved.curvature, settings)
+    curvature, neighbours = saved.curvature, len(units) - 1
+    if curvature and settings.inverse.couples and len(curvature.links) != neighbours:
+        raise StateError(
+            f"The state's curvature must have a link, or None, for each of {neighbours} pairs of units; "
+            f"got {len(curvature.links)}. Load an earlier state."
+        )
     state = _continued(saved, fresh, settings, weight_decay)
     network = restored(network, order, state.curvature, saved.learned)
     return state, network
@@ -224,17 +223,6 @@ def _other_dtype(packed: Any, units: Sequence[Unit]) -> torch.dtype | None:
     return own.pop() if len(floating) == len(own) == 1 and floating != own else None
 
 
-def _check_links(curvature: Curvature | None, settings: Settings) -> None:
-    if curvature is None or not settings.inverse.couples:
-        return
-    units, links = len(curvature.blocks), len(curvature.links)
-    if links != units - 1:
-        raise StateError(
-            f"The state's curvature must have a link, or None, between any two of {units} units; got "
-            f"{links}. Load an earlier state."
-        )
-
-
 def _continued(saved: SavedState, fresh: State, settings: Settings, weight_decay: float) -> State:
     """The loaded state, with the fields that today's rules share with the saved ones."""
     damping = _adopted(fresh.damping, saved.damping)
@@ -250,24 +238,21 @@ def _continued(saved: SavedState, fresh: State, settings: Settings, weight_decay
         raise StateError(
             f"The state's generator is none of a generator on {saved.generator.device}: {error}"
         ) from error
-    refresh = saved.refresh
-    if refresh is not None and not settings.intervals.inverse_lag:
-        refresh = None  # without a lag every refresh is made at once
-    if refresh is not None:
-        inverter = Inverter(settings.inverse, refresh.curvature, World.current())
-        refresh = replace(refresh, inverter=inverter)
-    kept = {f.name: getattr(saved, f.name) for f in fields(State)}
+    refresh = None  # without a lag every refresh is made at once
+    if saved.refresh is not None and settings.intervals.inverse_lag:
+        inverter = Inverter(settings.inverse, saved.refresh.curvature, World.current())
+        refresh = replace(saved.refresh, inverter=inverter)
     return State(
-        **kept
-        | {
-            "generator": generator,
-            "damping": damping,
-            "gamma": gamma,
-            "step": _adopted(fresh.step, saved.step),
-            "acceptance": _adopted(fresh.acceptance, saved.acceptance),
-            "gradients": _adopted(fresh.gradients, saved.gradients),
-            "refresh": refresh,
-        }
+        iteration=saved.iteration,
+        generator=generator,
+        damping=damping,
+        gamma=gamma,
+        step=_adopted(fresh.step, saved.step),
+        acceptance=_adopted(fresh.acceptance, saved.acceptance),
+        curvature=saved.curvature,
+        current=saved.current,
+        refresh=refresh,
+        gradients=_adopted(fresh.gradients, saved.gradients),
     )
 
 
