@@ -67,10 +67,9 @@ def check_group(group: Mapping[str, Any], number: int | None = None) -> None:
             isinstance(value, Tensor) and value.numel() == 1
         )
         if not single or isinstance(value, bool) or not 0 <= float(value) < math.inf:
-            whose = "KFAC's" if number is None else f"The parameter group {number} of KFAC has an"
+            whose = "KFAC's" if number is None else f"In parameter group {number} of KFAC,"
             raise ValueError(
-                f"{whose} {key} {'is' if number is None else 'that must be'} one number, finite and not "
-                f"negative; got {value!r}."
+                f"{whose} {key} is one number, finite and not negative; got {value!r}."
             )
 
 

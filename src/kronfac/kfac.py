@@ -156,24 +156,24 @@ class KFAC(torch.optim.Optimizer):
         """What the last step did; None before the first."""
 
     _step_supports_amp_scaling = True
-    """So that `GradScaler.step` says by what it has scaled the loss."""
+    """Makes `GradScaler.step` pass on its scale instead of unscaling the gradients itself."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
 
-        Without a closure it goes by the gradients in the parameters, and by the calls of the model and the
-        loss that they are of: `loss.backward(); optimizer.step()`. If the last step turns out to have made
-        things worse, it is rolled back, and this gradient is not used.
+        Without a closure it uses the gradients in the parameters, and the recorded calls of the model and
+        the loss that they came from: `loss.backward(); optimizer.step()`. If the last step made the
+        objective worse, it is rolled back, and this gradient is not used.
 
-        With a closure, that computes loss and gradients on the mini-batch, as for L-BFGS, and is called
-        again after a rollback; `step` returns what it returned. If it adds to the gradients of
-        micro-batches before it, as with Lightning, it is the end of a loop without a closure.
+        A closure computes loss and gradients on the mini-batch, as for L-BFGS. It is called again after a
+        rollback, and `step` returns its value. A closure that adds to the gradients of earlier
+        micro-batches, as Lightning's does, ends a loop without a closure.
 
         From a loss or a gradient that is not finite no step is taken: parameters and state stay as they
         were, and `report.refused` says so. With a learning rate of 0 in all groups nothing moves, and
-        statistics are updated. Then, as when torch's distributed checkpoints want a new optimizer to have
-        its state, there need not be anything to take a step from: nothing is done.
+        statistics are updated. Without a recorded pass nothing is done then: torch's distributed
+        checkpoints take such a step to create the state of a new optimizer.
         """
         _refuse_call(closure)
         self._check_rates()
@@ -197,14 +197,14 @@ class KFAC(torch.optim.Optimizer):
     ) -> MiniBatchClosure:
         """The closure for one mini-batch, gone through in micro-batches of `chunk` examples.
 
-        Beyond rounding the step does not depend on `chunk`; memory does.
+        `chunk` changes how much memory the step takes; the step itself only by rounding.
         """
         return MiniBatchClosure(self.model, self.objective, x, y, chunk)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, and what was recorded of the passes that they came from."""
+        """Drop all gradients, and the records of the passes that they came from."""
         if set_to_none:
-            # As torch's own does, without its administration, which takes as long as a small layer.
+            # Like torch's own, without its bookkeeping, which takes as long as a small layer.
             for group in self.param_groups:
                 for p in group["params"]:
                     p.grad = None
@@ -239,7 +239,7 @@ class KFAC(torch.optim.Optimizer):
         return saved
 
     def _saved_state(self) -> dict[str, Any]:
-        """The state as no hook has seen it."""
+        """The state, before any hook for `state_dict`."""
         return {
             **saved_groups(self.param_groups, self.state),
             "kfac": save(self._state, self.network, self.settings),
@@ -276,10 +276,10 @@ class KFAC(torch.optim.Optimizer):
         self._show_momentum()
 
     def _show_momentum(self, anyway: bool = False) -> None:
-        """Show the momentum buffer in `state`, where torch looks for what belongs to a parameter.
+        """Show the momentum buffer in `state`, where torch keeps the tensors of each parameter.
 
-        To be read: K-FAC goes on from its own state. Before the first step there is nothing to show, or
-        `anyway` zeros.
+        It is for reading: K-FAC continues from its own state. Before the first step there is none; zeros
+        are shown if `anyway`.
         """
         vector, parameters = self._state.step.momentum, self.network.parameters
         if vector is None and not self.state and not anyway:
@@ -290,7 +290,7 @@ class KFAC(torch.optim.Optimizer):
             self.state[p][MOMENTUM] = buffer
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy, shallow, deep or pickled, is made from: it goes on as this one would."""
+        """The content of a shallow, deep or pickled copy, which continues as this optimizer would."""
         settings = {field.name: getattr(self.settings, field.name) for field in fields(Settings)}
         return {
             "model": self.model,
@@ -319,7 +319,7 @@ class KFAC(torch.optim.Optimizer):
     if not TYPE_CHECKING:  # or every attribute would be thought to exist
 
         def __getattr__(self, name: str) -> Any:
-            """Finish a copy when it is first used; only what an optimizer does not have leads here."""
+            """Finish a copy when it is first used; Python calls this for missing attributes only."""
             if "_copied_from" not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.")
             self.__setstate__(self.__dict__.pop("_copied_from"))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kronfac.control.acceptance import DECAY, AcceptanceState, Losses, Pending
+from kronfac.control.acceptance import DECAY, AcceptanceState, Pending
 from kronfac.control.base import Measurement
 from kronfac.extend import Acceptance
 from tests.conftest import seeded
@@ -23,8 +23,10 @@ def rejected(rise: float, spread: float) -> float:
     rule, state, count = Acceptance(), AcceptanceState(), 0
     for k, (own, following, noise) in enumerate(draws.tolist(), start=20):
         pending = Pending((), 1, 100 + own, 0.0, predicted_change=-1e-3, curvature_share=1.0)
-        losses = Losses(100 + following + rise + spread * noise, 100 + following, 0.0)
-        verdict = rule.validate(replace(state, pending=pending), Measurement(iteration=k), losses)
+        before = 100 + following
+        after = before + rise + spread * noise
+        state, m = replace(state, pending=pending), Measurement(iteration=k)
+        verdict = rule.validate(state, m, loss=after, loss_before=before)
         assert verdict is not None
         count += verdict.cause is not None
         state = verdict.state
@@ -74,7 +76,7 @@ def test_a_rejection_has_a_reason(before: float, after: float, reason: str):
     pending = Pending((), 1, 1.0, 0.0, predicted_change=-1e-3, curvature_share=1.0)
     state = AcceptanceState(pending=pending)
     m = Measurement(iteration=2, precision=torch.finfo(torch.float64).eps)
-    verdict = Acceptance().validate(state, m, Losses(after, before, 0.0))
+    verdict = Acceptance().validate(state, m, loss=after, loss_before=before)
     assert verdict is not None
     assert verdict.cause is not None
     assert verdict.reason == reason

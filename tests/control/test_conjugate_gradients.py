@@ -8,7 +8,9 @@ from torch import nn
 from torch.testing import assert_close
 
 from kronfac import KFAC, ConjugateGradients, FixedDamping, FixedGamma, Gaussian
+from kronfac.curvature import DampedInverse
 from kronfac.linearize import fisher_product
+from kronfac.storage import unpack
 from tests.conformance import assert_relative
 from tests.conftest import LIKELIHOODS, batch, mlp, network_of, normal, passes_either_way
 from tests.reference import dense
@@ -70,7 +72,7 @@ def first_step(cg_steps):
         ]
     )
     gradient = gradient + ETA * before
-    inverse = optimizer._state.current.inverse
+    inverse = unpack(optimizer.state_dict()["kfac"]["current"]["inverse"], DampedInverse)
 
     def precondition(r):
         return dense.flatten(inverse.mv(dense.unflatten(r, dense.shapes(model))))

@@ -3,7 +3,6 @@
 from kronfac.control.acceptance import Acceptance as Acceptance
 from kronfac.control.acceptance import AcceptanceState as AcceptanceState
 from kronfac.control.acceptance import Kept as Kept
-from kronfac.control.acceptance import Losses as Losses
 from kronfac.control.acceptance import Pending as Pending
 from kronfac.control.acceptance import Verdict as Verdict
 from kronfac.control.base import ROUNDING as ROUNDING

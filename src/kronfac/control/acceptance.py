@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kronfac.control.base import ROUNDING, Measurement, ParameterVector, Rule
+from kronfac.control.base import ROUNDING, Measurement, ParameterVector, Rule, require
 from kronfac.storage import Storable
 
 DECAY = 0.8
@@ -31,7 +31,7 @@ the loss is near its rounding error."""
 
 @dataclass(frozen=True)
 class Kept:
-    """What it takes to roll the last step back to the bit: θ + δ − δ is not θ."""
+    """Copies for rolling back the last step to the bit: θ + δ − δ is not θ."""
 
     theta: ParameterVector
     """θ before the step."""
@@ -73,16 +73,6 @@ class AcceptanceState(Storable):
 
 
 @dataclass(frozen=True)
-class Losses:
-    """The loss on the next mini-batch, after the step and before it."""
-
-    after: float
-    before: float
-    penalty_change: float
-    """η/2 (‖θ‖² − ‖θ − δ‖²)."""
-
-
-@dataclass(frozen=True)
 class Verdict:
     """What the next mini-batch says of the last step."""
 
@@ -117,10 +107,8 @@ class Acceptance(Rule[AcceptanceState]):
     def __post_init__(self) -> None:
         for name in ("rejection", "suspicion"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(
-                    f"Acceptance's {name} is positive and finite, or None; got {value}."
-                )
+            holds = value is None or 0 < value < math.inf
+            require(f"Acceptance's {name} is positive and finite, or None", value, holds)
 
     def init(self, m: Measurement) -> AcceptanceState:
         return AcceptanceState()
@@ -145,8 +133,18 @@ class Acceptance(Rule[AcceptanceState]):
         usual = _unit(last, m) * state.noise
         return rise > self.suspicion * usual + _rounding(m, loss, last.loss)
 
-    def validate(self, state: AcceptanceState, m: Measurement, losses: Losses) -> Verdict | None:
+    def validate(
+        self,
+        state: AcceptanceState,
+        m: Measurement,
+        *,
+        loss: float,
+        loss_before: float,
+        penalty_change: float = 0.0,
+    ) -> Verdict | None:
         """ρ of the last step, (h(θ) − h(θ − δ)) / (M(δ) − M(0)) with h on the next mini-batch.
+
+        The losses on it are those after and before the step; `penalty_change` is η/2 (‖θ‖² − ‖θ − δ‖²).
 
         A step from an outlier of a mini-batch is not excused by its own loss. None if this mini-batch can't
         tell: the loss is not finite before the step either, it is 0 before and after, or it changed by less
@@ -154,7 +152,6 @@ class Acceptance(Rule[AcceptanceState]):
         """
         last = state.pending
         assert last is not None
-        loss, loss_before = losses.after, losses.before
         if not math.isfinite(loss_before) or loss == loss_before == 0:
             return None
         m = replace(
@@ -168,7 +165,7 @@ class Acceptance(Rule[AcceptanceState]):
         scale = _scale(last, m)
         loss, loss_before = scale * loss, scale * loss_before
         rounding = _rounding(m, loss, loss_before)
-        change = loss - loss_before + losses.penalty_change
+        change = loss - loss_before + penalty_change
         # What was predicted may vanish beside the loss that a bad step led to; the rise does not.
         if loss == loss_before or max(abs(last.predicted_change), abs(change)) <= rounding:
             if not m.lambda_dominates:

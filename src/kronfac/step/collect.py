@@ -268,7 +268,7 @@ def _own_part(evaluation: Evaluation, iteration: int, averaged: bool | None) -> 
         returned_loss=float(evaluation.returned_loss),
         loss=float(evaluation.loss),
         recorded_loss=0.0 if seen is None else float(seen),
-        weight=evaluation.resolution / torch.finfo(network.dtype).eps,
+        weight=evaluation.numbers.resolution / torch.finfo(network.dtype).eps,
         network=float(zlib.crc32(description.encode())),
         parameters=fingerprint(network.parameters) if iteration == 1 else 0.0,
         gradient=fingerprint(gradients) if averaged is None else 0.0,

@@ -143,11 +143,6 @@ class Evaluation:
         eps = torch.finfo(self.network.dtype).eps
         return HostNumbers(returned, loss, seen, penalty, weight * eps, any(found[1::2]))
 
-    @property
-    def resolution(self) -> float:
-        """The loss below which its gradient is rounding error."""
-        return self.numbers.resolution
-
     def scaled(self, factor: float) -> "Evaluation":
         """The evaluation with the recorded losses, of all ranks, times a factor.
 

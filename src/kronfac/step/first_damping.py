@@ -98,7 +98,7 @@ def least_by_gradient(proposer: Proposer) -> float:
     F is that of the whole mini-batch: the few examples that have curvature may be missing in S₂.
     """
     evaluation = proposer.evaluation
-    if not evaluation.resolution:  # no loss of class probabilities
+    if not evaluation.numbers.resolution:  # no loss of class probabilities
         return 0.0
     g, world = evaluation.gradient, evaluation.world
     try:

@@ -86,7 +86,7 @@ class Inverter:
         return outcome if self._world.size == 1 else self._exchange(outcome)
 
     def _done(self) -> dict[float, Outcome] | None:
-        """What the background found; None if it can't tell, and it has to be computed here."""
+        """The results of the background; None if they have to be computed here."""
         # A forked process has the future and not its thread.
         if self._future is None or self._process != os.getpid():
             return None

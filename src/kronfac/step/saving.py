@@ -5,8 +5,8 @@
 `torch.optim.Optimizer.load_state_dict` casts what it finds to the parameters' dtype, the bytes of a
 generator included. So `"kfac"`, which has the whole state, has its own way into and out of plain
 dictionaries (`storage.py`); `"state"` shows the momentum buffers in it by parameter. All is read and
-checked before anything changes. What a rule remembers goes by the fields of its dataclass: a new rule needs
-no change here.
+checked before anything changes. A rule's memory is saved by the fields of its dataclass, so that a new
+rule needs no change here.
 """
 
 import math
@@ -84,7 +84,7 @@ def saved_groups(groups: Groups, state: Mapping[Any, Mapping[str, Any]]) -> dict
 
 @dataclass(frozen=True)
 class Loaded:
-    """A state that fits, and what comes with it."""
+    """A state that fits, with its network and the options of its groups."""
 
     state: State
     network: Network
@@ -255,7 +255,7 @@ def _check_links(curvature: Curvature | None, settings: Settings) -> None:
 
 
 def _continued(saved: SavedState, fresh: State, settings: Settings, weight_decay: float) -> State:
-    """The state with what today's rules have in common with those that it was saved with."""
+    """The loaded state, with the fields that today's rules share with the saved ones."""
     damping = _adopted(fresh.damping, saved.damping)
     if math.isnan(damping.lambda_):  # saved before its first step, which was to find λ
         damping = fresh.damping
@@ -290,7 +290,7 @@ def _continued(saved: SavedState, fresh: State, settings: Settings, weight_decay
 
 
 def _adopted(fresh: S, saved: Any) -> S:
-    """What a rule remembers, from what another rule of its kind did: the fields of their common class."""
+    """A rule's memory, made from that of another rule: the fields of their common class."""
     common = next(kind for kind in type(fresh).__mro__ if isinstance(saved, kind))
     return replace(fresh, **{f.name: getattr(saved, f.name) for f in fields(common)})  # type: ignore[type-var]
 

@@ -111,7 +111,7 @@ class State:
             gamma=math.nan if self.gamma is None else self.gamma.gamma,
             summed=batch.summed,
             precision=torch.finfo(evaluation.network.dtype).eps,
-            resolution=evaluation.resolution,
+            resolution=evaluation.numbers.resolution,
             confirmed=self.acceptance.confirmed,
             noise=self.acceptance.noise,
             inverse_age=self.iteration + 1 - refreshed,

@@ -6,7 +6,7 @@ Pure; θ is rolled back by `take.py` if the step is rejected.
 import math
 from dataclasses import dataclass, replace
 
-from kronfac.control import Kept, LongMemory, Losses, Measurement, Pending, StepState
+from kronfac.control import Kept, LongMemory, Measurement, Pending, StepState
 from kronfac.report import REJECTED_BY, Event, EventKind
 from kronfac.settings import Settings
 from kronfac.step.evaluation import Evaluation
@@ -44,12 +44,13 @@ def validate(settings: Settings, evaluation: Evaluation, state: State) -> Valida
     if pending.predicted_change == 0:
         return unvalidated
     back = tuple(V.neg() for V in pending.delta)
-    losses = Losses(
-        after=numbers.loss,
-        before=float(evaluation.loss_at(back)),
+    verdict = acceptance.validate(
+        state.acceptance,
+        m,
+        loss=numbers.loss,
+        loss_before=float(evaluation.loss_at(back)),
         penalty_change=-evaluation.decay_change(back),
     )
-    verdict = acceptance.validate(state.acceptance, m, losses)
     if verdict is None:
         return unvalidated
     damping = settings.damping.update(state.damping, verdict.measurement)

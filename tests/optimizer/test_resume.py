@@ -1,14 +1,23 @@
-"""A run that is saved and continued equals the uninterrupted one to the bit, for every kind of block."""
+"""A run that is saved and continued equals the uninterrupted one to the bit: every block, many widths."""
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kronfac import KFAC, Blocks, Intervals
-from tests.conftest import seeded
+from kronfac.extend import (
+    BlockDiagonalInverse,
+    BlockTridiagonalInverse,
+    EigenvalueCorrectedInverse,
+    ExactTikhonov,
+)
+from tests.conftest import mlp, normal, seeded
 from tests.optimizer.resume import contents, through_a_file
 from tests.optimizer.runs import closure_of, same
 
@@ -114,19 +123,82 @@ def advance(optimizer: KFAC, case: str, steps: range) -> None:
         optimizer.step(closure_of(optimizer, loss, CASES[case][1](k), torch.arange(12) % CLASSES))
 
 
-@pytest.mark.parametrize("inverse", ["block_diagonal", "ekfac"])
-@pytest.mark.parametrize("case", CASES)
-def test_continued_from_a_file_or_a_copy_it_equals_the_uninterrupted_run(case, inverse):
-    whole = new_run(case, inverse)
-    advance(whole, case, range(SAVED_AT))
-    saved = through_a_file(contents(whole))
-    blocks = saved["optimizer"]["kfac"]["curvature"]["blocks"]
-    assert f"kronfac.{CASES[case][3]}" in {block["class"] for block in blocks}
-    copied = copy.deepcopy(whole)
-    resumed = new_run(case, inverse)
+def assert_continues(
+    new: Callable[[], KFAC], advance: Callable[[KFAC, range], None], saved_at: int, last: int
+) -> dict[str, Any]:
+    """From a file, and as a copy, a run makes the steps that it makes without interruption.
+
+    Returns what was saved.
+    """
+    whole, resumed = new(), new()
+    advance(whole, range(saved_at))
+    saved, copied = through_a_file(contents(whole)), copy.deepcopy(whole)
     resumed.model.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
     for optimizer in (whole, resumed, copied):
-        advance(optimizer, case, range(SAVED_AT, LAST))
+        advance(optimizer, range(saved_at, last))
     assert same(contents(whole), contents(resumed))
     assert same(contents(whole), contents(copied))
+    return saved
+
+
+@pytest.mark.parametrize("inverse", ["block_diagonal", "ekfac"])
+@pytest.mark.parametrize("case", CASES)
+def test_with_every_kind_of_block(case, inverse):
+    saved = assert_continues(
+        lambda: new_run(case, inverse),
+        lambda optimizer, steps: advance(optimizer, case, steps),
+        SAVED_AT,
+        LAST,
+    )
+    kinds = {block["class"] for block in saved["optimizer"]["kfac"]["curvature"]["blocks"]}
+    assert f"kronfac.{CASES[case][3]}" in kinds
+
+
+INVERSES = [
+    BlockDiagonalInverse(),
+    BlockDiagonalInverse(tikhonov=ExactTikhonov()),
+    BlockDiagonalInverse(low_rank=True),
+    BlockTridiagonalInverse(),
+    EigenvalueCorrectedInverse(),
+    EigenvalueCorrectedInverse(tikhonov=ExactTikhonov()),
+]
+
+
+def advance_perceptron(optimizer: KFAC, steps: range) -> None:
+    """Take these steps, each on a mini-batch of its own."""
+    first, *_, last = (p for p in optimizer.model.parameters() if p.dim() == 2)
+    for k in steps:
+        x = normal(40, first.shape[1], seed=k, dtype=first.dtype)
+        optimizer.step(optimizer.closure(x, x.sum(dim=1, keepdim=True).sin().expand(-1, len(last))))
+
+
+@given(
+    width=st.sampled_from([1, 2, 4, 7, 10, 16, 31, 32, 50, 64, 100, 127]),
+    hidden=st.integers(1, 3),
+    outputs=st.sampled_from([1, 1, 2, 3]),
+    inverse=st.sampled_from(INVERSES),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    weight_decay=st.sampled_from([0.0, 1e-3]),
+    lag=st.sampled_from([0, 0, 3]),
+)
+# Equal hidden widths and one output, of which most once differed in the last bits.
+@example(4, 2, 1, INVERSES[0], torch.float32, 0.0, 0)
+@example(10, 3, 1, INVERSES[0], torch.float64, 0.0, 0)
+@example(32, 2, 1, INVERSES[0], torch.float32, 1e-3, 0)
+@example(50, 3, 1, INVERSES[0], torch.float32, 0.0, 0)
+@example(50, 3, 3, INVERSES[0], torch.float64, 0.0, 0)
+@example(100, 2, 1, INVERSES[0], torch.float64, 0.0, 3)
+def test_with_perceptrons_of_many_widths(width, hidden, outputs, inverse, dtype, weight_decay, lag):
+    """Saved one step after a refresh, so that five steps are made with an inverse from the file."""
+
+    def new() -> KFAC:
+        return KFAC(
+            mlp([10, *[width] * hidden, outputs], dtype=dtype),
+            nn.MSELoss(),
+            inverse=inverse,
+            weight_decay=weight_decay,
+            intervals=Intervals(inverse_interval=6, inverse_lag=lag),
+        )
+
+    assert_continues(new, advance_perceptron, saved_at=7, last=13)
