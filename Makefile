@@ -126,7 +126,7 @@ dist:
 	    --output-format JSON --output-file $(RELEASE)/kronfac.cdx.json $(INSTALLED)
 	@ls dist/* $(RELEASE)/kronfac.cdx.json
 
-# Version, changelog and public names, against the last release: make release-check TAG=v0.2.0
+# The tag against version and changelog: make release-check TAG=v0.2.0
 release-check:
 	@$(PYTHON) -m tests.release.check $(TAG)
 

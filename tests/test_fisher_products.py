@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from kronfac.linearize import Linearizer
+from kronfac.linearize import fisher_gram
 from kronfac.objective import Gaussian
 from kronfac.record import record
 from tests.conformance import assert_relative
@@ -30,7 +30,7 @@ def vectors(model, count):
 def gram_of(model, loss, x, flat, chunk=None, targets=None, factor=1.0):
     directions = [dense.unflatten(v, dense.shapes(model)) for v in flat]
     network = network_of(model, loss)
-    return Linearizer(network).fisher_gram(batch(network, x, targets, chunk), directions, factor)
+    return fisher_gram(network, batch(network, x, targets, chunk), directions, factor)
 
 
 def expected_gram(F, flat):
@@ -57,7 +57,7 @@ def test_directions_see_the_same_dropout_masks():
         z = model(normal(12, 4))
         Gaussian()(z, torch.zeros_like(z)).backward()
     before = torch.get_rng_state()
-    gram = Linearizer(network).fisher_gram(recording.batch(), directions)
+    gram = fisher_gram(network, recording.batch(), directions)
     assert torch.equal(torch.get_rng_state(), before)
     pattern = torch.tensor([[1, 1, 2], [1, 1, 2], [2, 2, 4]], dtype=torch.float64)
     assert_relative(gram, gram[0, 0] * pattern)
@@ -73,5 +73,5 @@ def test_outputs_come_with_the_products():
     model.register_forward_hook(lambda *_: seen.append(1))
     directions = [tuple(normal(*u.shape, seed=s) for u in network.units) for s in range(2)]
     with torch.no_grad():
-        Linearizer(network).fisher_gram(made, directions)
+        fisher_gram(network, made, directions)
     assert len(seen) == 2

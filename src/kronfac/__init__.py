@@ -100,7 +100,10 @@ def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return import_module(f"kronfac.{name}")
     if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        where = (
+            ": it is in kronfac.extend" if name in import_module("kronfac.extend").__all__ else ""
+        )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")
     value = globals()[name] = getattr(import_module(_LATER[name]), name)
     return value
 

@@ -24,8 +24,6 @@ from kronfac.record.recorder import zeroed
 from kronfac.step.evaluation import Evaluation
 from kronfac.step.state import CheckState
 
-INTERVAL = 100
-"""Iterations from one comparison to the next."""
 SAME_SCALE = 1e-4
 """Relative difference up to which two factors are the same; those of clipped steps are not that close."""
 TOLERANCE, MIXED_TOLERANCE = 10.0, 0.2
@@ -34,9 +32,9 @@ in float64); as it is if the closure ran in half precision."""
 ROUNDING = 64
 """Additional difference, in the dtype's precision times Σ ‖g‖ ‖ā‖: near a minimum little is left of it."""
 NOT_ZEROED_WARNING = (
-    "loss.backward() has added to the gradients that the last KFAC.step() went by: this step goes by "
-    "the sum, but its curvature is that of the last mini-batch alone. Call optimizer.zero_grad() before "
-    "each backward(), or once before several micro-batches."
+    "loss.backward() has added to the gradients that the last KFAC.step() used: this step uses the sum, "
+    "but the curvature of the last mini-batch alone. Call optimizer.zero_grad() before each backward(), or "
+    "once before several micro-batches."
 )
 
 
@@ -53,33 +51,26 @@ class Findings:
 def check(
     evaluation: Evaluation,
     state: CheckState,
-    iteration: int,
+    left_out: Collection[int],
     *,
-    unscaled: bool = False,
-    measured: bool = False,
-    left_out: Collection[int] = (),
+    due: bool,
+    unscaled: bool,
 ) -> tuple[Findings, CheckState]:
     """Check an evaluation, and return what to remember for the next check.
 
     Args:
         evaluation: what was recorded, and the gradient.
         state: what earlier checks found.
-        iteration: of the step that is being made.
-        unscaled: whether a GradScaler has unscaled the gradient: then every gradient is compared.
-        measured: whether this step's reduction ratio will be measured, which needs the factor of clipping.
         left_out: ids of trainable parameters that are in no parameter group.
+        due: whether to compare the gradient, and not only to look for parameters without one.
+        unscaled: whether a GradScaler has unscaled the gradient, which then has no factor to remember.
     """
-    if any(call.trace for part in evaluation.batch.passes for call in part.calls):
-        return Findings(evaluation), state  # the gradient is K-FAC's own
     warnings = _untrained(evaluation, left_out)
     if evaluation.recorded_loss is None:
         return Findings(evaluation, warnings), state
-    due = iteration == 1 or not iteration % INTERVAL or not state.compared
-    if not (due or unscaled or state.undecided or (state.clips and measured)):
-        return Findings(_scaled(evaluation, state.scale), warnings), state
-    found = _compare(evaluation)
-    if found is None or unscaled:
-        return Findings(_scaled(evaluation, found.scale if found else 1.0), warnings), state
+    found = _compare(evaluation) if due else _Comparison(state.scale)
+    if not due or found is None or unscaled:
+        return Findings(evaluation.scaled(found.scale if found else 1.0), warnings), state
     state, where = replace(state, compared=True, scale=1.0), _where(evaluation)
     if found.others:
         closure = "Give step() a closure, in which every loss is seen, or declare"
@@ -113,8 +104,8 @@ def _untrained(evaluation: Evaluation, left_out: Collection[int]) -> dict[str, s
     new = [n for n, p in network.model.named_parameters() if p.requires_grad and id(p) not in known]
     if new:
         warnings["parameters"] = (
-            f"{_list(new)} became trainable after this KFAC was made, which does not train them; call "
-            "add_param_group with them."
+            f"{_list(new)} became trainable after this KFAC was made, which does not train them. Call "
+            "optimizer.add_param_group with them."
         )
     if len(evaluation.without_gradient) == len(network.units):
         return warnings  # which will be an error
@@ -165,35 +156,19 @@ def _with_factor(
         if before is not None:
             warnings["scale"] = (
                 f"The {_where(evaluation)}'s gradient is {scale:.4g} times that of the losses it called, "
-                "in every step; KFAC takes the gradient for right. Scale the loss before backward(), "
+                "in every step; KFAC trusts the gradient. Scale the loss before backward(), "
                 "not the gradient after it."
             )
-        state, evaluation = replace(state, scale=scale), _scaled(evaluation, scale)
-    returned, seen = float(evaluation.returned_loss), _recorded_loss(evaluation)
+        state, evaluation = replace(state, scale=scale), evaluation.scaled(scale)
+    assert evaluation.recorded_loss is not None
+    returned, seen = float(evaluation.returned_loss), float(evaluation.recorded_loss)
     if (scale == 1 or before is not None) and not _agree(evaluation, returned, seen):
         warnings["returned"] = (
             f"The closure returned a loss of {returned:.4g}, but its gradient is that of {seen:.4g}, "
-            f"{seen / returned:.4g} times as much. KFAC takes the gradient for right. Return what "
+            f"{seen / returned:.4g} times as much. KFAC trusts the gradient. Return what "
             "backward() is called on, summed over all micro-batches."
         )
     return evaluation, state
-
-
-def _scaled(evaluation: Evaluation, factor: float) -> Evaluation:
-    """The evaluation with its losses scaled; what a closure returned stays."""
-    if factor == 1:
-        return evaluation
-    evaluation = evaluation.scaled(factor)
-    seen = evaluation.recorded_loss
-    if evaluation.reevaluate is not None or seen is None:
-        return evaluation
-    return replace(evaluation, loss=seen, returned_loss=seen)
-
-
-def _recorded_loss(evaluation: Evaluation) -> float:
-    seen = evaluation.recorded_loss
-    assert seen is not None
-    return float(seen)
 
 
 def _agree(evaluation: Evaluation, returned: float, seen: float) -> bool:
@@ -259,7 +234,7 @@ def _compare(evaluation: Evaluation) -> _Comparison | None:
     losses = float(evaluation.returned_loss), float(evaluation.loss)
     if not free or (mixed and not _agree(evaluation, *losses)):
         return None
-    given = replace(evaluation, weight_decay=PerParameter(0.0)).gradient()
+    given = replace(evaluation, weight_decay=PerParameter(0.0)).gradient
     recorded, half = _gradients_of(evaluation)
     own, recorded = tuple(given[n] for n in free), [recorded[n] for n in free]
     seen = tuple(part.gradient for part in recorded)

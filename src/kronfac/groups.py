@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kronfac.warn import warn
-
 LIKELY_ADAMS = 0.1
 """Learning rate below which it is likely another optimizer's: K-FAC's steps have their length already."""
 PEAKS = ("lr", "initial_lr", "max_lr")
@@ -130,23 +128,14 @@ def _trained(group: Mapping[str, Any], model: nn.Module) -> list[Any]:
     return kept
 
 
-class RateWarning:
-    """Warns once of a learning rate that is likely Adam's."""
-
-    def __init__(self) -> None:
-        self.given = False
-
-    def __call__(self, groups: Groups) -> None:
-        """Look at the groups; a schedule that only starts or ends below is no mistake."""
-        if self.given:
-            return
-        for number, group in enumerate(groups):
-            peak = max(float(group[key]) for key in PEAKS if group.get(key) is not None)
-            if 0 < peak < LIKELY_ADAMS:
-                self.given = True
-                warn(
-                    f"KFAC has lr={peak:.4g} in the parameter group {number}, which is likely another "
-                    "optimizer's. KFAC finds the length of its steps itself, and lr multiplies them: leave "
-                    "it at 1, or let a schedule start at 1.",
-                )
-                return
+def likely_adams_rate(groups: Groups) -> str | None:
+    """A warning of the first learning rate that is likely Adam's; schedules may start or end below it."""
+    for number, group in enumerate(groups):
+        peak = max(float(group[key]) for key in PEAKS if group.get(key) is not None)
+        if 0 < peak < LIKELY_ADAMS:
+            return (
+                f"KFAC has lr={peak:.4g} in the parameter group {number}, which is likely another "
+                "optimizer's. KFAC finds the length of its steps itself, and lr multiplies them: leave "
+                "it at 1, or let a schedule start at 1."
+            )
+    return None

@@ -19,23 +19,24 @@ from kronfac.control import (
 )
 from kronfac.curvature import ApproximateInverse, Fisher
 from kronfac.distributed import averages_gradients, inner_model, refuse_distributed
+from kronfac.errors import LoopError
 from kronfac.groups import (
     Params,
     PerParameter,
-    RateWarning,
     check_group,
     groups_of,
+    likely_adams_rate,
     parameters_in,
 )
-from kronfac.model import Blocks, Buffers, Network, find_units, remove_hooks
+from kronfac.model import Blocks, Network, remove_hooks
 from kronfac.objective import is_loss, objective_of
 from kronfac.record import MiniBatchClosure, Recorder
-from kronfac.record.closure import refuse_call
 from kronfac.report import EventWarnings, StepReport, log_events
 from kronfac.settings import Intervals, Settings, fisher_of, inverse_of, refuse_unknown
 from kronfac.step.saving import MOMENTUM, extended_momentum, load, save, saved_groups
 from kronfac.step.state import State, initial_state
 from kronfac.step.take import take_step
+from kronfac.warn import warn_once
 
 
 class KFAC(torch.optim.Optimizer):
@@ -104,7 +105,7 @@ class KFAC(torch.optim.Optimizer):
         blocks: Blocks | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown(unknown)
+        refuse_unknown("KFAC", unknown)
         if not isinstance(model, nn.Module):
             raise TypeError(
                 "KFAC needs the model itself, whose layers it looks at, not its parameters: "
@@ -147,12 +148,11 @@ class KFAC(torch.optim.Optimizer):
         self._listen()
         self._wrapped = True if averages_gradients(model) else None
         self._state = self._initial_state()
-        self._warn_of_rate = RateWarning()
-        self._warn_of_rate(self.param_groups)
+        self._left_out, self._warned = self._trainable_elsewhere(), set[str]()
+        self._check_rates()
         self._warn_of_events = EventWarnings()
         self._versions: list[tuple[int, int]] | None = None
         """Of the parameters after a step whose start is kept for a rollback."""
-        self._left_out, self._warned = self._trainable_elsewhere(), set[str]()
         self.report: StepReport | None = None
         """What the last step did; None before the first."""
 
@@ -176,10 +176,8 @@ class KFAC(torch.optim.Optimizer):
         statistics are updated. Then, as when torch's distributed checkpoints want a new optimizer to have
         its state, there need not be anything to take a step from: nothing is done.
         """
-        refuse_call(closure)
-        for number, group in enumerate(self.param_groups):
-            check_group(group, number)
-        self._warn_of_rate(self.param_groups)
+        _refuse_call(closure)
+        self._check_rates()
         moves = any(float(group["lr"]) for group in self.param_groups)
         if closure is None and not moves and not self._recorder.since.forwards:
             self._show_momentum(anyway=True)
@@ -276,11 +274,9 @@ class KFAC(torch.optim.Optimizer):
             post_hook(self)
 
     def _become(self, state: State) -> None:
-        """Replace the state; a refresh under way that the new one does not go on with is given up."""
-        under_way, self._state = self._state.refresh, state
+        """Replace the state, and show its momentum."""
+        self._state = state
         self._show_momentum()
-        if under_way is not None and under_way is not state.refresh:
-            under_way.give_up()
 
     def _show_momentum(self, anyway: bool = False) -> None:
         """Show the momentum buffer in `state`, where torch looks for what belongs to a parameter.
@@ -360,7 +356,14 @@ class KFAC(torch.optim.Optimizer):
         fresh = self._initial_state()
         self._become(replace(fresh, step=replace(fresh.step, momentum=momentum)))
         self._left_out = self._trainable_elsewhere()
-        self._warn_of_rate(self.param_groups)
+        self._check_rates()
+
+    def _check_rates(self) -> None:
+        """Check the groups, and warn of a learning rate that is likely Adam's."""
+        for number, group in enumerate(self.param_groups):
+            check_group(group, number)
+        if "rate" not in self._warned and (message := likely_adams_rate(self.param_groups)):
+            warn_once(self._warned, "rate", message)
 
     def _listen(self) -> None:
         """Record what the model and the loss are called with from now on, for steps without a closure."""
@@ -371,9 +374,7 @@ class KFAC(torch.optim.Optimizer):
 
     def _network(self, trained: Sequence[nn.Parameter] | None) -> Network:
         """The model with the units of these parameters; None for all that are not frozen."""
-        own = self._own_model
-        found = find_units(own, self._blocks, trained)
-        return Network(own, found.units, found.sites, self.objective, Buffers(own), self._blocks)
+        return Network.of(self._own_model, self.objective, self._blocks, trained)
 
     def _initial_state(self) -> State:
         weight_decay = PerParameter.of_groups(self.param_groups, "weight_decay")
@@ -389,3 +390,22 @@ def _complete(module: nn.Module) -> bool:
     """Whether a module has been copied, all that is in it included."""
     modules = vars(module).get("_modules")
     return modules is not None and all(_complete(m) for m in modules.values() if m is not None)
+
+
+def _refuse_call(closure: object) -> None:
+    """Refuse an argument of `step` that is no closure, and a step without gradients.
+
+    Raises:
+        TypeError: `closure` can't be called.
+        LoopError: `torch.inference_mode` is on.
+    """
+    if closure is not None and not callable(closure):
+        raise TypeError(
+            "KFAC.step() takes a closure that computes the loss, or nothing; got a "
+            f"{type(closure).__name__}. Call loss.backward(), then step() with no argument."
+        )
+    if torch.is_inference_mode_enabled():
+        raise LoopError(
+            "KFAC.step() needs gradients, but it is called in torch.inference_mode(), in which there are "
+            "none. Train outside of it; it is for evaluation."
+        )

@@ -4,6 +4,7 @@
 what these make and multiply, and leaves everything as it was.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,6 @@ from torch.utils.flop_counter import flop_registry
 from kronfac.check import missing_uses
 from kronfac.control import Measurement
 from kronfac.curvature import (
-    AnyTap,
     DiagonalBlock,
     EigenvalueCorrectedInverse,
     ExactFisher,
@@ -36,19 +36,19 @@ from kronfac.curvature import (
 from kronfac.errors import ExampleError, UnsupportedModelError
 from kronfac.kfac import KFAC
 from kronfac.linearize import ByHand, Traced, linearize
-from kronfac.linearize.base import WRONG_TANGENTS
-from kronfac.model import Matrices, Network, RandomState, Unit, replay, restore
+from kronfac.model import Network, RandomState, Unit, replay, restore
 from kronfac.model.nested import tensors_of
-from kronfac.model.network import Learned
-from kronfac.model.own_pass import Context, full_precision
+from kronfac.model.side_effects import Context, full_precision
 from kronfac.record import Batch, Pass, record, sizes, subsets
 from kronfac.record.discovery import discover, find_chains
 from kronfac.record.examples import check_examples
 from kronfac.settings import LONGEST_INTERVAL, Settings
+from kronfac.step.examples import shares
 from kronfac.storage import tensors_in
 
 T = TypeVar("T")
 
+BY_HAND, FORWARD_MODE, FINITE_DIFFERENCES = "by hand", "forward mode", "finite differences"
 FEW = 8
 """Examples that are counted, if the mini-batch can be divided into examples."""
 FIRST, LATER = range(2, 102), range(101, 201)
@@ -58,9 +58,10 @@ CALL = 7e5
 and the Python around it, on a CPU. `kronfac bench network-step` compares plans with measurements."""
 UPDATE_CALLS, STEP_CALLS, REFRESH_CALLS, PRODUCT_CALLS = 4, 40, 10, 3
 """Calls of SGD's update, of a step besides its passes, of a unit's damped inverse and of its product."""
-WITHOUT_GRAPH = 1 / 3
-"""What a call counts in finite differences, where no graph is made."""
-BY_HAND, FORWARD_MODE, FINITE_DIFFERENCES = "by hand", "forward mode", "finite differences"
+WITHOUT_GRAPH = 0.4
+"""What a call counts in passes that make no graph: by finite differences, and by hand."""
+FUSED = 0.6
+"""Time of the products in a fused kernel, such as oneDNN's LSTM, as a share of the same one by one."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,7 @@ class Row:
     fallback: bool = False
     """Whether it has a diagonal block, or its uses are not seen."""
     why: str = ""
-    """Why it has no better block."""
-    unchained: str = ""
-    """Why no other unit precedes it in a chain, with the tridiagonal inverse."""
+    """Why it has no better block, or with the tridiagonal inverse no neighbour before it in a chain."""
 
     @property
     def count(self) -> int:
@@ -112,8 +111,6 @@ class Plan:
     """Those that the statistics are estimated on."""
     fisher_examples: int
     """Those that the Fisher products are computed on."""
-    frozen: tuple[str, ...] = ()
-    """Names of the parameters that are not trained."""
     chains: tuple[tuple[str, ...], ...] = ()
     """The units of every chain that the tridiagonal inverse inverts as a whole."""
 
@@ -142,15 +139,9 @@ class Plan:
         ]
         reasons = [f"  {row.name!r}: {row.block}: {row.why}" for row in self.rows if row.why]
         if reasons:
-            lines += ["Falls back:", *reasons]
+            lines += ["Because:", *reasons]
         if self.chains:
             lines += ["Inverted together:", *(f"  {' → '.join(chain)}" for chain in self.chains)]
-        breaks = [f"  before {row.name!r}: {row.unchained}" for row in self.rows if row.unchained]
-        if breaks:
-            lines += ["No chain:", *breaks]
-        if self.frozen:
-            more = f" and {len(self.frozen) - 6} more" if len(self.frozen) > 6 else ""
-            lines.append(f"Frozen: {', '.join(self.frozen[:6])}{more}")
         parts = ", ".join(f"{name} {value:.2f}" for name, value in self.cost.items())
         lines += [
             f"Fisher products: {self.engine}, on {self.fisher_examples} of {self.examples} examples; "
@@ -222,7 +213,12 @@ def plan(
             "of the same kind."
         )
     weight_decay = max(group["weight_decay"] for group in optimizer.param_groups)
-    with _untouched(network), full_precision(network.device) as callers:
+    with (
+        _untouched(network),
+        full_precision(network.device) as callers,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", UserWarning)  # the plan says the same
         batch = record_example(model, network, example, targets, callers)
         return _plan(network, batch, optimizer.settings, weight_decay)
 
@@ -230,29 +226,25 @@ def plan(
 def _plan(network: Network, batch: Batch, settings: Settings, weight_decay: float) -> Plan:
     """The plan for mini-batches like this one."""
     batch = check_examples(network, batch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the plan says the same
-        network = discover(network, batch.passes[0])
-    found = count_passes(network, batch, settings)
+    found = count_passes(discover(network, batch.passes[0]), batch, settings)
     network = found.network
-    shapes = [unit.shape for unit in network.units]
     chains = find_chains(network, batch.passes[0]) if settings.inverse.couples else None
     pieces = [piece for piece in chains.pieces if len(piece) > 1] if chains else []
-    links = {pair[0]: pair[1] for piece in pieces for pair in pairwise(piece)}
+    following = {n: after for piece in pieces for n, after in pairwise(piece)}
     validates = any(settings.damping.measures(k) == "next" for k in FIRST)
-    vectors = (
-        3 if validates and settings.acceptance.rejection is not None else 1
-    )  # momentum; to undo
+    rejects = validates and settings.acceptance.rejection is not None
+    vectors = 3 if rejects else 1  # momentum; and what undoes a step
     costs, numbers = [], []
-    for n, (unit, (estimated, _, _)) in enumerate(zip(network.units, found.units, strict=True)):
-        moments = sum(t.numel() for t in tensors_in(estimated))
-        cost = settings.inverse.cost(estimated)
-        if n in links:
-            following = shapes[links[n]]
-            cost = cost + settings.inverse.cost_between(unit.shape, following)
-            moments += sum(a * b for a, b in zip(unit.shape, following, strict=True))
+    for n, unit in enumerate(network.units):
+        moments = found.moments[n]
+        cost = settings.inverse.cost(moments)
+        held = sum(t.numel() for t in tensors_in(moments)) + vectors * math.prod(unit.shape)
+        if n in following:
+            after = network.units[following[n]].shape
+            cost = cost + settings.inverse.cost_between(unit.shape, after)
+            held += sum(a * b for a, b in zip(unit.shape, after, strict=True))
         costs.append(cost)
-        numbers.append(moments + cost.numbers + vectors * unit.shape[0] * unit.shape[1])
+        numbers.append(held + cost.numbers)
     S1, S2 = _curvature_examples(network, batch, settings)
     tried = _candidates(settings, weight_decay)
     cost_by_part, cost_by_unit = _cost(settings, found, costs, (batch.examples, S1, S2), tried)
@@ -262,16 +254,14 @@ def _plan(network: Network, batch: Batch, settings: Settings, weight_decay: floa
             parameters=unit.names,
             shape=unit.shape,
             block=unit.block.describe(*unit.shape),
-            factors=_sizes(found.units[n][0]),
+            factors=_sizes(found.moments[n]),
             state=unit.parameters[0].element_size() * numbers[n],
             cost=cost_by_unit[n],
             fallback=isinstance(unit.block, DiagonalBlock) or not unit.observed,
-            why=_why(network, unit),
-            unchained=chains.breaks.get(n, "") if chains else "",
+            why=_why(network, unit) or (chains.breaks.get(n, "") if chains else ""),
         )
         for n, unit in enumerate(network.units)
     ]
-    trained = {id(p) for p in network.parameters}
     return Plan(
         model=type(network.model).__name__,
         rows=tuple(rows),
@@ -280,7 +270,6 @@ def _plan(network: Network, batch: Batch, settings: Settings, weight_decay: floa
         examples=batch.examples,
         statistics_examples=S1,
         fisher_examples=S2,
-        frozen=tuple(n for n, p in network.model.named_parameters() if id(p) not in trained),
         chains=tuple(tuple(network.units[n].name for n in piece) for piece in pieces),
     )
 
@@ -307,12 +296,10 @@ def _candidates(settings: Settings, weight_decay: float) -> int:
 
 def _curvature_examples(network: Network, batch: Batch, settings: Settings) -> tuple[int, int]:
     """How many examples S₁ and S₂ have."""
-    shares = settings.intervals.shares(
-        batch.examples, batch.most_terms, convolutional=network.convolutional
-    )
+    fractions = shares(settings.intervals, batch.examples, batch.most_terms, network.convolutional)
     if batch.random and not batch.traced:
-        shares = shares[1], shares[1]
-    S1, S2 = subsets(network, batch, sizes(batch.examples, *shares), None)
+        fractions = fractions[1], fractions[1]
+    S1, S2 = subsets(network, batch, sizes(batch.examples, *fractions), None)
     return S1.examples, S2.examples
 
 
@@ -353,12 +340,16 @@ class Work(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Counts:
-    """The work of a step's passes, by a few examples and with frozen layers, and the units' moments."""
+    """The work of a step's passes by a few examples."""
 
     network: Network
     """With diagonal blocks for units whose uses are not all seen."""
-    units: list[tuple[Moments, Work, float]]
-    """Moments, what makes them, and multiplications of V with its inputs for an example."""
+    moments: list[Moments]
+    """Of every unit."""
+    observed: list[Work]
+    """What made the moments of every unit."""
+    products: list[float]
+    """Multiplications of V with its inputs for an example, for every unit."""
     gradient: Work
     """A forward and a backward pass."""
     forward: Work
@@ -396,7 +387,7 @@ def _cost(
     # EKFAC transforms inputs and gradients to the eigenbasis, and multiplies them for every example.
     moments = [
         draws * (made.on(m[1]) + (made.on(m[1]) + uses * m[1]) * ekfac)
-        for _, made, uses in counts.units
+        for made, uses in zip(counts.observed, counts.products, strict=True)
     ]
     interval = settings.intervals.inverse_interval or LONGEST_INTERVAL
     made = 1 if ekfac else tried  # eigenvectors do not depend on γ
@@ -404,8 +395,9 @@ def _cost(
     often = 1 + (tried - 1) / interval
     products = [often * (cost.product + CALL * PRODUCT_CALLS) for cost in inverses]
     validations = sum(settings.damping.measures(k) is not None for k in LATER) / len(LATER)
+    saved = (1 - WITHOUT_GRAPH) * CALL * counts.gradient.calls  # by hand, as `KFAC.closure` is
     parts = {
-        "gradient": sgd,
+        "gradient": sgd - saved if counts.engine == BY_HAND else sgd,
         "statistics": counts.again.on(m[1]) + draws * counts.backward.on(m[1]) + sum(moments),
         "Fisher products": counts.tangents.on(m[2]),
         "refreshes": sum(inversions),
@@ -429,45 +421,76 @@ def count_passes(network: Network, batch: Batch, settings: Settings) -> Counts:
             result = run()
         return result, work
 
+    network, engine = _tried_out(network, part)
     view = Traced(network, part)
     outputs, again = counted(lambda: view.outputs)
-    vectors = [_random_like(z) for z in outputs]
+    vectors = [torch.ones_like(z) for z in outputs]
     taps, backward = counted(lambda: view.taps(vectors))
-    network = network.demoted(
-        missing_uses(view, vectors, taps, torch.finfo(network.dtype).eps),
-        "its gradient is not the one rebuilt from the uses that are seen",
-    )
-    units = []
-    for unit, shown in zip(network.units, _shown(network, taps), strict=True):
-        moments, made = counted(partial(unit.block.observe, shown, 1.0))
-        columns = 0 if isinstance(shown, SummedGradient) else sum(map(_columns, shown))
-        units.append((moments, made, unit.shape[0] * unit.shape[1] * columns / n))
+    shown = [own or network.unused(number) for number, own in enumerate(taps)]
+    pairs = [
+        counted(partial(unit.block.observe, own, 1.0))
+        for unit, own in zip(network.units, shown, strict=True)
+    ]
+    products = [
+        math.prod(unit.shape) * _columns(own) / n
+        for unit, own in zip(network.units, shown, strict=True)
+    ]
     _, forward = counted(lambda: part.run(network.model))
     _, gradient = counted(lambda: _gradient(network, part))
-    engine, learned = _engine(network, part)
-    copies = 1 + settings.step_rule.momentum
-    around = linearize(replace(network, learned=learned), part)
-    directions = [_direction(network)] * copies
+    directions = [network.theta()] * (1 + settings.step_rule.momentum)
+    around = linearize(network, part)
     _, tangents = counted(lambda: around.jvp(directions))
     if engine == BY_HAND:
         again = Work(n)
         _, backward = counted(lambda: around.taps(vectors))
+        backward.calls *= WITHOUT_GRAPH
     else:
         # Torch does not count all fused kernels, but each weight is multiplied at least once.
         size = sum(p.numel() for p in network.parameters)
-        least = max(n * sum(uses for _, _, uses in units), float(part.examples * size))
+        least = max(n * sum(products), float(part.examples * size))
         unseen = max(least - forward.multiplications, 0.0)
-        forward.multiplications += unseen
-        gradient.multiplications += 3 * unseen
-        for work, products in ((again, 1), (backward, 1), (tangents, 2 * copies)):
-            work.multiplications = max(work.multiplications, products * least)
-    if engine.startswith(FINITE_DIFFERENCES):
-        tangents.calls *= WITHOUT_GRAPH
-    repeated = (copies + settings.step_rule.cg_steps - 1) / copies
+        fused = FUSED * unseen
+        forward.multiplications += fused
+        gradient.multiplications += 3 * fused
+        for work in (again, backward):
+            work.multiplications = max(work.multiplications, least)
+        if engine == FINITE_DIFFERENCES:
+            tangents.multiplications += 2 * len(directions) * fused
+            tangents.calls *= WITHOUT_GRAPH
+    repeated = (len(directions) + settings.step_rule.cg_steps - 1) / len(directions)
     tangents.multiplications *= repeated
     tangents.calls *= repeated
-    size = round(sum(z.numel() for z in outputs) / n)
-    return Counts(network, units, gradient, forward, again, backward, tangents, size, engine)
+    return Counts(
+        network=network,
+        moments=[moments for moments, _ in pairs],
+        observed=[work for _, work in pairs],
+        products=products,
+        gradient=gradient,
+        forward=forward,
+        again=again,
+        backward=backward,
+        tangents=tangents,
+        outputs=round(sum(z.numel() for z in outputs) / n),
+        engine=engine,
+    )
+
+
+def _tried_out(network: Network, part: Pass) -> tuple[Network, str]:
+    """The network with what the first step finds out about it, and how J v is computed."""
+    view = Traced(network, part)
+    vectors = [torch.randn_like(z) for z in view.outputs]
+    precision = torch.finfo(network.dtype).eps
+    network = network.demoted(
+        missing_uses(view, vectors, view.taps(vectors), precision),
+        "its gradient is not the one rebuilt from the uses that are seen",
+    )
+    if isinstance(linearize(network, part), ByHand):
+        return network, BY_HAND
+    learned = network.learned.copy()
+    network = replace(network, learned=learned)
+    Traced(network, part).jvp([network.theta()])
+    learned.compared = True
+    return network, FORWARD_MODE if learned.forward_mode else FINITE_DIFFERENCES
 
 
 @torch.enable_grad()
@@ -478,48 +501,12 @@ def _gradient(network: Network, part: Pass) -> None:
     torch.autograd.grad(outputs, network.parameters, ones, allow_unused=True)
 
 
-def _shown(network: Network, taps: Sequence[Taps]) -> Iterator[Taps]:
-    """What the block of every unit is given."""
-    for n, unit in enumerate(network.units):
-        if unit.observed:
-            yield taps[n] or network.unused(n)
-        else:
-            zeros = torch.zeros(unit.shape, dtype=unit.dtype, device=network.device)
-            yield SummedGradient(zeros)
-
-
-def _columns(tap: AnyTap) -> int:
+def _columns(taps: Taps) -> int:
     """How many vectors V was multiplied with; for products of numbers one by one, none."""
-    if isinstance(tap, Tap):
-        return tap.grads.shape[0] * tap.grads.shape[1]
-    return tap.grads.shape[1] * tap.grads.shape[2] if isinstance(tap, GroupedTap) else 0
-
-
-def _engine(network: Network, part: Pass) -> tuple[str, Learned]:
-    """How J v is computed, tried out as the first step will, and what that shows of the network."""
-    learned = Learned(forward_mode=network.learned.forward_mode)
-    if isinstance(linearize(network, part), ByHand):
-        return BY_HAND, learned
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        Traced(replace(network, learned=learned), part).jvp([_direction(network)])
-    engine = FORWARD_MODE if learned.forward_mode else FINITE_DIFFERENCES
-    if any(str(warning.message) == WRONG_TANGENTS for warning in warned):
-        engine += ", which do not agree with the gradient"
-    return engine, replace(learned, compared=True)
-
-
-def _direction(network: Network) -> Matrices:
-    """A direction of the size of θ, with every unit in it."""
-    return tuple(
-        _random_like(V) * (V.norm() / V.numel() ** 0.5).clamp(min=1e-3) for V in network.theta()
-    )
-
-
-def _random_like(tensor: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-    return drawn.to(tensor.device)
+    if isinstance(taps, SummedGradient):
+        return 0
+    shapes = [tap.grads.shape for tap in taps if isinstance(tap, Tap | GroupedTap)]
+    return sum(examples * places for *_, examples, places, _ in shapes)
 
 
 # ------------------------------------------------------------------------------------------- example
@@ -547,7 +534,7 @@ def record_example(
         network: the trained units.
         example: see `plan`.
         targets: see `plan`.
-        callers: the context that the model is to be called in, see `model/own_pass.py`.
+        callers: the context that the model is to be called in, see `model/side_effects.py`.
 
     Raises:
         ExampleError: the model can't be called so, or its outputs do not fit the loss.

@@ -23,22 +23,10 @@ from kronfac.curvature import (
     Fisher,
 )
 from kronfac.distributed import World, averages_gradients, inner_model, refuse_distributed
-from kronfac.errors import (
-    LoopError,
-    RankError,
-    StateError,
-)
+from kronfac.errors import LoopError, RankError, StateError
 from kronfac.groups import Params, PerParameter, groups_of, parameters_in
-from kronfac.model import (
-    Blocks,
-    Buffers,
-    Network,
-    dot,
-    find_units,
-    refuse_changes,
-    remove_hooks,
-)
-from kronfac.model.own_pass import full_precision
+from kronfac.model import Network, dot, remove_hooks
+from kronfac.model.side_effects import full_precision
 from kronfac.objective import objective_of
 from kronfac.record import Recorder
 from kronfac.settings import (
@@ -49,6 +37,7 @@ from kronfac.settings import (
     Settings,
     fisher_of,
     inverse_of,
+    refuse_unknown,
 )
 from kronfac.step import saving
 from kronfac.step.collect import Scaling, evaluate_loop, join_ranks
@@ -56,7 +45,7 @@ from kronfac.step.evaluation import Evaluation
 from kronfac.step.examples import choose_examples, update_curvature
 from kronfac.step.inverses import Inverter
 from kronfac.step.state import CurrentInverse, State, initial_state
-from kronfac.warn import warn
+from kronfac.warn import warn_once
 
 Schedule = float | Callable[[int], float]
 """A number, or one for every count of steps taken."""
@@ -104,14 +93,14 @@ class Preconditioner:
         kl_clip: κ, a bound on the step: gradients are multiplied by ν = min(1, √(κ / (lr² Σ gᵀΔ))), g being
             the gradient before and Δ after. None for no bound.
         lr: the learning rate of the optimizer that comes after, for `kl_clip`.
-        grad_scaler: the `GradScaler` that scales the loss, if there is one, or a function that returns its
-            scale. Call its `unscale_(optimizer)` before `step`.
+        grad_scaler: the `GradScaler` that scales the loss, if there is one. Call its
+            `unscale_(optimizer)` before `step`.
         params: what is preconditioned: parameters of the model. Others keep their gradients. None for all
             that are not frozen.
         statistics_fraction: the share of the mini-batch that A and G are taken on; None for 1/8, or 250
             examples if that is more.
 
-    `damping`, `kl_clip` and `lr` may also be functions of the number of steps taken.
+    `damping` and `lr` may also be functions of the number of steps taken.
 
     On several processes of `torch.distributed`, statistics are those of all ranks, and all have the same
     inverse. What is preconditioned is the gradient in `p.grad`: average it before `step`, as
@@ -129,12 +118,14 @@ class Preconditioner:
         factor_interval: int = 1,
         inverse_interval: int = LONGEST_INTERVAL,
         decay: float = 0.95,
-        kl_clip: Schedule | None = None,
+        kl_clip: float | None = None,
         lr: Schedule | None = None,
         grad_scaler: Any = None,
         params: Params | None = None,
         statistics_fraction: float | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown("Preconditioner", unknown)
         if not isinstance(model, nn.Module):
             raise TypeError(
                 "Preconditioner needs the model itself, whose layers it looks at, not its parameters: "
@@ -160,12 +151,12 @@ class Preconditioner:
         # The steps with the last statistics and the last inverse.
         self._updated = self._refreshed = 0
         chosen = fisher_of(fisher)
+        if isinstance(inverse, str):
+            inverse = EXACT.get(inverse, inverse)
         self.settings = Settings(
-            inverse=inverse_of(
-                EXACT.get(inverse, inverse) if isinstance(inverse, str) else inverse
-            ),
+            inverse=inverse_of(inverse),
             fisher=replace(chosen, ema_decay=decay) if chosen.ema_decay is None else chosen,
-            damping=FixedDamping(_scheduled("damping", damping, 0), reject=None),
+            damping=FixedDamping(_scheduled(damping, 0), reject=None),
             gamma=FixedGamma(),
             step_rule=RawStep(1.0),
             intervals=Intervals(statistics_fraction, statistics_fraction),
@@ -175,11 +166,7 @@ class Preconditioner:
         self._wrapped = averages_gradients(model)
         own = inner_model(model)
         trained = None if params is None else parameters_in(groups_of(params, own))
-        blocks = Blocks()
-        found = find_units(own, blocks, trained)
-        self.network = Network(
-            own, found.units, found.sites, objective_of(loss), Buffers(own), blocks
-        )
+        self.network = Network.of(own, objective_of(loss), trained=trained)
         self._recorder = Recorder(
             model, self.network.objective, self.network.parameters, self.network.buffers
         )
@@ -210,7 +197,6 @@ class Preconditioner:
             self._recorder.step()
 
     def _step(self) -> None:
-        refuse_changes(self.network)
         if all(p.grad is None for p in self.network.parameters):
             raise LoopError(
                 "Preconditioner.step() replaces gradients, but no parameter has one. Call loss.backward() "
@@ -277,23 +263,20 @@ class Preconditioner:
 
     def _replace(self, inverse: DampedInverse) -> None:
         """p.grad ← ν F̆⁻¹ p.grad, with ν from κ; a parameter without a gradient stays without."""
-        units = self.network.units
-        gradient = tuple(
-            unit.join([torch.zeros_like(p) if p.grad is None else p.grad for p in unit.parameters])
-            for unit in units
+        network = self.network
+        gradient = network.join(
+            [torch.zeros_like(p) if p.grad is None else p.grad for p in network.parameters]
         )
         direction, nu = inverse.mv(gradient), 1.0
         if self.kl_clip is not None and self.lr is not None:
             # ν = min(1, √(κ / (lr² gᵀΔ))), by which lr² Δᵀ F̆ Δ of the step is at most κ
             lr = float(self.lr(self.steps) if callable(self.lr) else self.lr)
             length = lr**2 * abs(float(dot(gradient, direction)))
-            kappa = _scheduled("kl_clip", self.kl_clip, self.steps)
-            nu = min(1.0, math.sqrt(kappa / length)) if length else 1.0
+            nu = min(1.0, math.sqrt(self.kl_clip / length)) if length else 1.0
         self._world.gather([], "commit")  # no rank replaces its gradients before all have theirs
-        for unit, V in zip(units, direction, strict=True):
-            for p, part in zip(unit.parameters, unit.split(V), strict=True):
-                if p.grad is not None:
-                    p.grad.copy_(part if nu == 1 else part * nu)
+        for p, part in zip(network.parameters, network.split(direction), strict=True):
+            if p.grad is not None:
+                p.grad.copy_(part if nu == 1 else part * nu)
 
     def _all_finite(self) -> bool:
         """Whether the gradients of all ranks are finite, which are at the same step."""
@@ -309,20 +292,16 @@ class Preconditioner:
 
     def _evaluate(self, iteration: int) -> Evaluation | None:
         """The mini-batch since the last step, as part of that of all ranks."""
+        scaler, averaged = self._grad_scaler, self._wrapped
         own = evaluate_loop(
             self._recorder,
             self.network,
             weight_decay=PerParameter(0.0),
             inverse=self.settings.inverse,
-            scaling=Scaling(),
+            scaling=Scaling(before=None if scaler is None else scaler.get_scale()),
             who="Preconditioner",
             needs_loss=False,
         )
-        if own is not None and self._grad_scaler is not None:
-            scaler = self._grad_scaler
-            scale = float(scaler() if callable(scaler) else scaler.get_scale())
-            own = replace(own, batch=own.batch.scaled(1 / scale))
-        averaged = self._wrapped
         return join_ranks(self._world, own, iteration=iteration, averaged=averaged, sums=False)[0]
 
     def _with_statistics(self, evaluation: Evaluation, state: State) -> State:
@@ -351,7 +330,7 @@ class Preconditioner:
 
     def _with_inverse(self, state: State) -> State:
         """The state with a new inverse; the last good one stays where there is none."""
-        damping, current = _scheduled("damping", self.damping, self.steps), state.current
+        damping, current = _scheduled(self.damping, self.steps), state.current
         if state.curvature is None:
             return state
         if current and (current.iteration, current.lambda_) == (state.iteration, damping):
@@ -372,10 +351,7 @@ class Preconditioner:
         return replace(state, current=CurrentInverse(inverse, state.iteration, damping))
 
     def _warn(self, kind: str, message: str) -> None:
-        """Warn once of each kind."""
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warn(message)
+        warn_once(self._warned, kind, message)
 
 
 def _due(step: int, last: int, interval: int) -> bool:
@@ -389,16 +365,16 @@ def _finite(tensors: Iterable[Tensor | None]) -> bool:
     return not sums or bool(torch.stack(sums).isfinite().all())
 
 
-def _scheduled(name: str, given: Schedule, steps: int) -> float:
-    """The value of a schedule.
+def _scheduled(damping: Schedule, steps: int) -> float:
+    """The damping after so many steps.
 
     Raises:
         ValueError: it is not positive and finite.
     """
-    value = given(steps) if callable(given) else given
+    value = damping(steps) if callable(damping) else damping
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(
-            f"Preconditioner's {name} is a positive number, or a function from the number of steps to one; "
+            "Preconditioner's damping is a positive number, or a function from the number of steps to one; "
             f"got {value!r}."
         )
     return float(value)

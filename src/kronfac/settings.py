@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 from kronfac.control import (
@@ -88,50 +89,6 @@ class Intervals:
                 f"adopted before the next one starts. Got {self.inverse_lag}."
             )
 
-    def refreshes(self, iteration: int, last: int) -> bool:
-        """Whether the inverse is refreshed at this iteration, the last refresh being at another."""
-        if iteration <= FIRST_REFRESHES:
-            return True
-        if self.inverse_interval is not None:
-            return iteration % self.inverse_interval == 0
-        return iteration - last >= min(AGE * iteration, LONGEST_INTERVAL)
-
-    def lag(self, iteration: int) -> int:
-        """Iterations from the start of a refresh at this iteration to its use."""
-        if iteration <= FIRST_REFRESHES:
-            return 0
-        if self.inverse_interval is None and 2 * self.inverse_lag > AGE * iteration:
-            return 0  # it would be out of date by then
-        return self.inverse_lag
-
-    @property
-    def first_examples(self) -> bool:
-        """Whether S₁ and S₂ are the first examples of the mini-batch."""
-        fractions = self.statistics_fraction, self.fisher_fraction
-        return any(isinstance(fraction, First) for fraction in fractions)
-
-    def shares(
-        self, examples: int, terms: int = 0, *, convolutional: bool = False
-    ) -> tuple[float, float]:
-        """τ₁ and τ₂ for a mini-batch of this size.
-
-        Args:
-            examples: in the mini-batch.
-            terms: of its loss; more than examples if they are sequences.
-            convolutional: whether the network has convolutions.
-        """
-        least = LEAST_EXAMPLES / examples
-        if not convolutional:
-            least = max(least, LEAST_ROWS / max(terms, examples))
-        return (
-            _share(self.statistics_fraction, STATISTICS_FRACTION, least),
-            _share(self.fisher_fraction, FISHER_FRACTION, least),
-        )
-
-
-def _share(chosen: float | None, usual: float, least: float) -> float:
-    return max(usual, min(1.0, least)) if chosen is None else chosen
-
 
 ACCEPT_ALL = Acceptance(rejection=None, suspicion=None)
 
@@ -166,7 +123,7 @@ class Settings:
             )
         self.gamma.check_interval(self.intervals.inverse_interval)
 
-    @property
+    @cached_property
     def acceptance(self) -> Acceptance:
         """When steps are validated out of turn, and when they are rejected."""
         return ACCEPT_ALL if self.damping.reject is None else self.damping.reject
@@ -197,11 +154,12 @@ REMEDIES = {
 """What to do instead of an argument that other optimizers have, or that KFAC had."""
 
 
-def refuse_unknown(unknown: Mapping[str, Any]) -> None:
-    """Raise a TypeError for arguments that KFAC does not have."""
+def refuse_unknown(who: str, unknown: Mapping[str, Any]) -> None:
+    """Raise a TypeError for arguments that `KFAC` or `Preconditioner` does not have."""
     for name, value in unknown.items():
-        remedy = REMEDIES.get(name, "Its arguments are in help(kronfac.KFAC).")
-        raise TypeError(f"KFAC has no argument {name!r}; got {name}={value!r}. {remedy}")
+        remedy = REMEDIES.get(name) if who == "KFAC" else None
+        remedy = remedy or f"Its arguments are in help(kronfac.{who})."
+        raise TypeError(f"{who} has no argument {name!r}; got {name}={value!r}. {remedy}")
 
 
 # ---------------------------------------------------------------------------------------------- names

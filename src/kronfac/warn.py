@@ -18,5 +18,12 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
+def warn_once(shown: set[str], kind: str, message: str) -> None:
+    """Warn, unless a warning of this kind has been shown."""
+    if kind not in shown:
+        shown.add(kind)
+        warn(message)
+
+
 def _package(names: dict[str, object]) -> str:
     return str(names.get("__name__", "")).partition(".")[0]

@@ -176,7 +176,6 @@ def test_the_average_is_over_a_fifth_of_the_iterations_once_there_are_as_many(st
         assert average == 0
     assert rule.averages(at(k)[1])
     assert not rule.averages(at(k + 1)[1])
-    assert not rule.averages(at(k, confirmed=0.5)[1])
 
 
 @pytest.mark.parametrize(("start", "first"), [(5, 20), (40, 60), (1_000, 1_260)])

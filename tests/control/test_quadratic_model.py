@@ -14,9 +14,9 @@ from kronfac.control import (
     RawStep,
     Step,
     StepState,
-    clip_to_objective,
 )
 from kronfac.control.base import model_change
+from kronfac.control.step_rule import clip_to_objective
 from tests.conftest import ALGEBRA, AUTODIFF, normal, spd
 from tests.reference import dense
 

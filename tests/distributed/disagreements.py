@@ -89,7 +89,7 @@ def broken_step(optimizer: KFAC, rank: int, size: int, place: str) -> str:
 PLACES = {
     "statistics_raise": "kronfac.step.examples.estimate",
     # After gradients and statistics were summed.
-    "products_raise": "kronfac.linearize.Linearizer.fisher_gram",
+    "products_raise": "kronfac.step.proposal.fisher_gram",
     # After the last number of a step is known, and before the ranks have agreed on it.
     "commit_raises": "kronfac.step.take.agree",
     "inverse_raises": "kronfac.curvature.inverse._multiply",

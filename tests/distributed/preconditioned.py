@@ -181,7 +181,7 @@ def one_is_not_finite(preconditioner: Preconditioner, rank: int, size: int) -> s
 
 
 PLACES = {
-    "gradients_raise": "kronfac.preconditioner.refuse_changes",
+    "gradients_raise": "kronfac.preconditioner._finite",
     "statistics_raise": "kronfac.step.examples.estimate",
     "product_raises": "kronfac.curvature.inverse.DampedInverse.mv",
 }

@@ -56,7 +56,7 @@ def test_everyone_that_is_tuned_has_as_many_points_and_kfac_none_to_choose():
 
 def test_untuned_is_a_row_of_its_own_with_the_runs_of_the_tuned_ones_default():
     untuned, tuned = CONTESTANTS["ours-untuned"], CONTESTANTS["ours"]
-    problem = PROBLEMS["gpt"]
+    problem = PROBLEMS["cnn"]
     (point,) = untuned.points(problem, (0.3,))
     assert point in tuned.points(problem, (0.1,))
     assert untuned.recorded_as == tuned.recorded_as == "ours"

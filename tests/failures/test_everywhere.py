@@ -13,7 +13,7 @@ from tests.failures.injection import AtOperation, Everything, Injected, Run, Sig
 
 SEARCHING = {
     "damping": LevenbergMarquardtRule(0.5, interval=2),
-    "gamma": GammaSearch(interval=6, criterion="objective"),
+    "gamma": GammaSearch(interval=6),
     "intervals": Intervals(inverse_interval=3),
 }
 # The first step searches λ₀; the second measures ρ and refreshes; a step with a rejection comes below.

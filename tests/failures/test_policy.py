@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,23 +58,54 @@ def test_every_event_is_logged(caplog):
 # ----------------------------------------------------------------------------- decompositions that fail
 
 
-@pytest.mark.parametrize("inverse", INVERSES[:2])
-def test_more_damping_for_the_block_that_needs_it(inverse):
-    optimizer = new(inverse=inverse)
+def spoil(optimizer: KFAC, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Replace G of the second layer, after two steps: `change` makes it of A and G."""
     assert step(optimizer) == step(optimizer) == []
     curvature = optimizer._state.curvature
     blocks = list(curvature.blocks)
-    A, G = blocks[1].A, blocks[1].G.clone()
-    shift = kronfac.extend.FactoredTikhonov().shifts(A, G, FIXED["gamma"].gamma)[1]
-    G[0, 0], G[1, 1] = -30 * shift, G[1, 1] + 60 * shift  # indefinite, with a positive trace
-    blocks[1] = replace(blocks[1], G=G)
+    blocks[1] = replace(blocks[1], G=change(blocks[1].A, blocks[1].G.clone()))
     optimizer._state = replace(optimizer._state, curvature=replace(curvature, blocks=tuple(blocks)))
-    assert step(optimizer) == ["block_damped"]
+
+
+def assert_names_the_second_layer(optimizer: KFAC) -> None:
     (event,) = optimizer.report.events
     assert "'2' (" in event.message
-    assert "'0' (" not in event.message
+    assert all(f"'{name}' (" not in event.message for name in (0, 4, 6))
+
+
+@pytest.mark.parametrize("inverse", INVERSES[:2])
+def test_more_damping_for_the_block_that_needs_it(inverse):
+    def barely_indefinite(A: Tensor, G: Tensor) -> Tensor:
+        shift = kronfac.extend.FactoredTikhonov().shifts(A, G, FIXED["gamma"].gamma)[1]
+        G[0, 0], G[1, 1] = -30 * shift, G[1, 1] + 60 * shift  # with a positive trace
+        return G
+
+    optimizer = new(inverse=inverse)
+    spoil(optimizer, barely_indefinite)
+    assert step(optimizer) == ["block_damped"]
+    assert_names_the_second_layer(optimizer)
     dense = optimizer._state.current.inverse.of_unit(1).to_dense()
     assert float(torch.linalg.eigvalsh(dense)[0]) > 0
+
+
+@pytest.mark.parametrize("inverse", INVERSES[:2])
+def test_the_old_inverse_of_a_block_that_has_none_while_the_others_are_refreshed(inverse):
+    optimizer = new(mlp([4, 5, 5, 5, 2]), inverse=inverse)
+    spoil(optimizer, lambda A, G: G - 1e6 * torch.eye(5))
+    old, before = optimizer._state.current.inverse, flat(optimizer.model)
+    assert step(optimizer) == ["block_failed"]
+    assert_names_the_second_layer(optimizer)
+    assert not torch.equal(flat(optimizer.model), before)
+    state = optimizer._state
+    assert state.current.iteration == state.iteration == 3
+    assert state.current.inverse.of_unit(1) is old.of_unit(1)
+    # Of the others what there is without it.
+    curvature = state.curvature
+    rest = replace(curvature, blocks=curvature.blocks[2:], links=curvature.links[2:])
+    fresh = optimizer.settings.inverse.prepare(rest).damped(FIXED["gamma"].gamma)
+    found = replace(fresh, pieces=state.current.inverse.pieces[-len(fresh.pieces) :])
+    vectors = [normal(*unit.shape, seed=n) for n, unit in enumerate(optimizer.network.units)][2:]
+    assert same(list(found.mv(vectors)), list(fresh.mv(vectors)))
 
 
 def failing(monkeypatch, size: int) -> None:

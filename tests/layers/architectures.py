@@ -254,6 +254,20 @@ TABLES = {
     "volumes": VOLUMES,
 }
 
+KINDS = {
+    f"{data}: {name}": Architecture(data, (name,))
+    for data, table in TABLES.items()
+    for name in table
+    if not name.startswith("residual") and data not in ("tokens", "bags")
+} | {
+    **{f"tokens: {name}": Architecture("tokens", ("tanh",), first=name) for name in TOKENS},
+    **{f"bags: {name}": Architecture("bags", ("tanh",), first=name) for name in BAGS},
+    "tied": Architecture("sequences", ("Linear", "tanh", "Linear"), tied=True),
+    "tied embedding": Architecture("tokens", ("tanh",), first="Embedding", tied_head=True),
+    "used twice": Architecture("sequences", ("Linear", "tanh"), again=True),
+}
+"""Every kind of layer by itself, in front of the head."""
+
 
 @st.composite
 def architectures(draw: st.DrawFn, most: int = 4, in_training: bool = False) -> Architecture:

@@ -105,12 +105,3 @@ def assert_same_steps(
         for name, p, q in pairs:
             assert_close(p, q.view(p.shape), rtol=1e-6, atol=1e-8, msg=name)
     assert all(not torch.equal(p, old) for p, old in zip(own, start, strict=True))
-
-
-def losses(model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor, steps: int = 50) -> list[float]:
-    """A run with the default rules on fixed data."""
-    optimizer = kronfac.KFAC(model, loss)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    found = [float(optimizer.step(optimizer.closure(x, y))) for _ in range(steps)]
-    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
-    return found

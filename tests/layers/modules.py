@@ -5,7 +5,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from tests.conftest import normal
+
 EXAMPLES, LENGTH, WIDTH, CHANNELS, SIDE, DEPTH, WORDS = 3, 4, 3, 2, 5, 3, 6
+
+
+def perturbed(module: nn.Module) -> nn.Module:
+    """With other scales than 1 and shifts than 0."""
+    with torch.no_grad():
+        for i, p in enumerate(module.parameters()):
+            p.add_(0.3 * normal(*p.shape, seed=i).to(p.dtype))
+    return module
 
 
 class Scale(nn.Module):

@@ -13,6 +13,7 @@ from kronfac.model import Blocks, Buffers, Network, find_units
 from kronfac.objective import objective_of
 from kronfac.record import Batch, record
 from kronfac.record.discovery import discover
+from kronfac.record.examples import check_examples
 from tests.curvature.test_estimate import estimate_on
 from tests.layers.truth import Truth, truth
 
@@ -48,7 +49,7 @@ class Problem:
         )
         with record(self.model, objective) as recording, torch.enable_grad():
             self.loss(self.outputs(), self.y).backward()
-        batch = recording.batch()
+        batch = check_examples(network, recording.batch())
         network = discover(network, batch.passes[0])
         if self.block is not None:
             units = [replace(unit, block=self.block(unit.block)) for unit in network.units]

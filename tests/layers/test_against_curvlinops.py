@@ -8,7 +8,7 @@ from kronfac.curvature import EigenvalueCorrectedInverse, ExactFisher, ExactTikh
 from tests.conformance import assert_relative
 from tests.conftest import normal
 from tests.curvature.test_estimate import estimate_on
-from tests.layers.kinds import perturbed
+from tests.layers.modules import perturbed
 from tests.layers.problems import Problem, classification, regression
 from tests.layers.test_exact import Pooled, PooledTokens
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from kronfac import KFAC, Blocks
 from kronfac.curvature import SummedGradient
-from kronfac.linearize import Linearizer, Traced
+from kronfac.linearize import Traced, fisher_gram
 from kronfac.model import Network
 from tests.conftest import AUTODIFF, normal
 from tests.layers.architectures import Architecture, architectures
@@ -54,7 +54,7 @@ def assert_fisher_products_are_the_fishers(problem: Problem) -> None:
     F = problem.truth.fisher(network.units)
     vectors = [tuple(normal(*unit.shape, seed=seed) for unit in network.units) for seed in range(2)]
     flat = torch.stack([torch.cat([V.mT.reshape(-1) for V in v]) for v in vectors])
-    gram = Linearizer(network).fisher_gram(problem.batch, vectors)
+    gram = fisher_gram(network, problem.batch, vectors)
     assert_close(gram, flat @ F @ flat.mT, **AUTODIFF)
 
 

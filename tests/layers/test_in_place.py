@@ -8,8 +8,10 @@ from torch.testing import assert_close
 from kronfac import KFAC
 from kronfac.curvature import DiagonalBlock
 from tests.conftest import AUTODIFF, normal
-from tests.layers.kinds import N, perturbed
+from tests.layers.modules import perturbed
 from tests.layers.problems import regression
+
+N = 4
 
 
 class InPlace(nn.Module):

@@ -107,18 +107,10 @@ def test_uses(kind, variant):
 
 
 @each_kind
-def test_first_states_that_are_given(kind):
-    assert_uses(Sequences(layer_of(kind), given=True), normal(N, T, 3))
-
-
-@each_kind
-def test_gradients_go_on_through_inputs_and_first_states(kind):
-    """The layers before it."""
-    model = nn.Sequential(
-        nn.Linear(3, 3, dtype=torch.float64),
-        Sequences(layer_of(kind, num_layers=2, bidirectional=True), given=True),
-    )
-    assert_uses(model, normal(N, T, 3))
+@each_variant
+def test_gradients_go_on_through_inputs_and_first_states_that_are_given(kind, variant):
+    layer = Sequences(layer_of(kind, **VARIANTS[variant]), given=True)
+    assert_uses(nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), layer), normal(N, T, 3))
 
 
 @each_kind
@@ -158,13 +150,11 @@ def test_dropout_has_the_masks_of_torch(kind, dtype, packed):
     assert not torch.allclose(model(x), expected)
 
 
-@each_kind
-def test_one_example_at_one_time_makes_its_blocks_exact(kind):
-    assert_exact(regression(Sequences(layer_of(kind), given=True), normal(1, 1, 3)))
-
-
-def test_one_example_at_one_time_makes_the_block_of_a_projection_exact():
-    model = Sequences(layer_of("lstm", proj_size=2), given=True)
+@pytest.mark.parametrize(
+    ("kind", "options"), [*((kind, {}) for kind in KINDS), ("lstm", {"proj_size": 2})], ids=str
+)
+def test_one_example_at_one_time_makes_its_blocks_exact(kind, options):
+    model = Sequences(layer_of(kind, **options), given=True)
     assert_exact(regression(model, normal(1, 1, 3)))
 
 

@@ -11,7 +11,8 @@ from torch.testing import assert_close
 from kronfac.curvature import SummedGradient
 from kronfac.linearize import ByHand, Traced
 from kronfac.linearize.base import SHARE, by_differences, by_forward_mode, outputs_and_jvp
-from kronfac.linearize.by_hand import trace_of
+from kronfac.linearize.by_hand import outputs_at, trace_of
+from kronfac.linearize.elementwise import ELEMENTWISE
 from kronfac.model import Network
 from kronfac.objective import Gaussian
 from kronfac.record import Pass, record
@@ -101,9 +102,38 @@ class Problem:
         return discover(network, part), part
 
 
-PROBLEMS = {
+def functions(kind: type[nn.Module]) -> Problem:
+    """A perceptron with this function behind two of its layers."""
+    return Problem(
+        lambda: nn.Sequential(mlp([3, 6]), kind(), mlp([6, 4]), kind(), mlp([4, 2])), normal(5, 3)
+    )
+
+
+PERCEPTRONS = {
     "perceptron": Problem(lambda: mlp([3, 4, 2]), normal(5, 3)),
     "no biases": Problem(lambda: mlp([3, 4, 2], bias=False), normal(5, 3)),
+    "one layer": Problem(lambda: nn.Linear(3, 2), normal(5, 3)),
+    "functions in front, behind, two in a row and none": Problem(
+        lambda: nn.Sequential(
+            nn.Softplus(), mlp([3, 6]), nn.Tanh(), nn.Sigmoid(), mlp([6, 4]), mlp([4, 2]), nn.SiLU()
+        ),
+        normal(5, 3),
+    ),
+    "another GELU": Problem(
+        lambda: nn.Sequential(mlp([3, 6]), nn.GELU(approximate="tanh"), mlp([6, 2], bias=False)),
+        normal(5, 3),
+    ),
+    "dropout": Problem(
+        lambda: nn.Sequential(
+            nn.Dropout(0.2), mlp([3, 6]), nn.Tanh(), nn.Dropout(0.5), mlp([6, 2])
+        ),
+        normal(5, 3),
+    ),
+    "dropout that is switched off": Problem(
+        lambda: nn.Sequential(mlp([3, 6]), nn.Dropout(0.5), mlp([6, 2])).eval(), normal(5, 3)
+    ),
+}
+PROBLEMS = PERCEPTRONS | {
     "sequences": Problem(lambda: mlp([3, 4, 2]), normal(5, 2, 3)),
     "flattened sequences": Problem(
         lambda: mlp([3, 4, 2]), normal(5, 2, 3), lambda z: z.reshape(-1, 2)
@@ -123,15 +153,16 @@ PROBLEMS = {
     "recurrent": Problem(
         lambda: nn.GRU(3, 2, batch_first=True), normal(4, 3, 3), lambda out: out[0][:, -1]
     ),
-    "dropout": Problem(
-        lambda: nn.Sequential(mlp([3, 6]), nn.Dropout(0.5), mlp([6, 2])), normal(5, 3)
-    ),
     "frozen layer": Problem(
         lambda: nn.Sequential(
             mlp([3, 4]), nn.Tanh(), mlp([4, 4]).requires_grad_(False), mlp([4, 2])
         ),
         normal(5, 3),
     ),
+}
+FUNCTIONS = {
+    kind.__name__: functions(kind)
+    for kind in sorted(ELEMENTWISE - {nn.Dropout}, key=lambda kind: kind.__name__)
 }
 each_problem = pytest.mark.parametrize("name", PROBLEMS)
 
@@ -170,12 +201,12 @@ def test_forward_mode_takes_what_has_no_gradients_for_a_constant():
     assert not any(t.requires_grad for t in by_forward_mode(network, part, [v])[0])
 
 
-@each_problem
+@pytest.mark.parametrize("name", PROBLEMS | FUNCTIONS)
 def test_outputs_and_products_with_the_jacobian_and_its_transpose(name):
     """By torch and, for perceptrons, by hand. Taps add up to Jᵀ r: Σ g āᵀ, or the sum itself."""
-    network, part = PROBLEMS[name].network()
+    network, part = (PROBLEMS | FUNCTIONS)[name].network()
     J, trace = dense_jacobian(network, part), trace_of(network, part)
-    assert (trace is not None) == (name in ("perceptron", "no biases", "dropout"))
+    assert (trace is not None) == (name in PERCEPTRONS | FUNCTIONS)
     (z,), (terms,) = part.run(network.model), part.terms
     directions, r = directions_of(network), normal(terms.count, terms.event, seed=3)
     wanted = J.mT @ r.reshape(-1)
@@ -195,6 +226,11 @@ def test_outputs_and_products_with_the_jacobian_and_its_transpose(name):
                 own = sum((tap.gradients().sum(dim=0) for tap in taps), torch.zeros_like(V))
                 assert_close(own, V, **EXACT)
     assert network.learned.forward_mode
+    if trace is not None:
+        assert torch.equal(trace.outputs, z)
+        moved = outputs_at(network, part, directions[0])
+        with network.displaced(directions[0]):
+            assert_close(moved, part.run(network.model)[0].detach(), rtol=1e-12, atol=1e-12)
 
 
 @each_problem

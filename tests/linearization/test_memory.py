@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from kronfac.linearize import Traced
-from tests.layers.kinds import KINDS
+from tests.layers.architectures import KINDS
 from tests.layers.problems import regression
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_graph_is_freed_with_its_view(name):
-    model, x = KINDS[name].build()
-    problem = regression(model, x)
+    problem = regression(KINDS[name].build(), KINDS[name].inputs())
     network, (part,) = problem.network, problem.batch.passes
     gc.collect()
     gc.disable()

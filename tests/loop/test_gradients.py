@@ -244,7 +244,7 @@ def test_gradients_that_are_never_zeroed_are_named_once_and_with_every_rejection
     optimizer = KFAC(model, PROBLEM.loss_fn)
     ((x, y),) = PROBLEM.batches(1)
     advice = []
-    with warns("has added to the gradients that the last KFAC.step.. went by"):
+    with warns("has added to the gradients that the last KFAC.step.. used"):
         for _ in range(10):
             PROBLEM.loss(model, x, y).backward()
             optimizer.step()

@@ -17,7 +17,7 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint
 
 from kronfac import KFAC
-from kronfac.linearize import Linearizer
+from kronfac.linearize import fisher_gram, fisher_product
 from kronfac.linearize.base import by_differences, by_forward_mode
 from kronfac.record import record
 from tests.conftest import mlp, network_of, normal, seeded
@@ -424,7 +424,7 @@ def test_the_fisher_of_what_was_recorded_is_the_dense_one(name):
     network, batch = recorded(case, model)
     (v,) = directions(network)
     before, versions = torch.get_rng_state(), [p._version for p in model.parameters()]
-    gram = Linearizer(network).fisher_gram(batch, [v])
+    gram = fisher_gram(network, batch, [v])
     assert torch.equal(torch.get_rng_state(), before)
     assert [p._version for p in model.parameters()] == versions
     torch.manual_seed(1)
@@ -522,7 +522,7 @@ def test_engines_in_single_precision(name):
             expected = quadratic_form(truth, [own[n] for n in names], network.split(v))
             network.learned.compared = True
             network.learned.forward_mode = engine is by_forward_mode
-            gram = Linearizer(network).fisher_gram(batch, [tuple(V.float() for V in v)])
+            gram = fisher_gram(network, batch, [tuple(V.float() for V in v)])
             # Torch's kernels for attention and for LSTMs have no forward mode in single precision.
             assert network.learned.forward_mode is (engine is by_forward_mode and name not in FUSED)
             errors[engine].append(abs(float(gram) / expected - 1))
@@ -541,7 +541,7 @@ def test_differences_leave_graphs_valid():
     found = []
     for forward in (True, False):
         network.learned.forward_mode, network.learned.compared = forward, True
-        found.append(Linearizer(network).fisher_product(batch, v))
+        found.append(fisher_product(network, batch, v))
     for left, right in zip(*found, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-8)
 

@@ -210,27 +210,21 @@ def test_another_thread_is_not_recorded_and_notices_nothing(model):
     assert torch.equal(found[0], loss(model(normal(4, 3, seed=8)), Y[:4]))
 
 
-def test_the_mini_batch_is_not_kept_alive(model):
-    loss = nn.MSELoss()
-    inputs = [normal(6, 3)]
-    gone = weakref.ref(inputs[0])
-    batch = recorded(model, loss, lambda: loss(model(inputs[0]), Y))
-    assert gone() is batch.passes[0].calls[0].args[0]
-    inputs.clear()
-    del batch
-    gc.collect()
-    assert gone() is None
-
-
-def test_no_graph_is_kept(model):
-    loss, kept = nn.MSELoss(), []
+def test_neither_the_mini_batch_nor_a_graph_is_kept_alive(model):
+    loss, inputs, outputs = nn.MSELoss(), [normal(6, 3)], []
+    x = weakref.ref(inputs[0])
 
     def closure():
-        z = model(X)
-        kept.append(weakref.ref(z))
+        z = model(inputs[0])
+        outputs.append(weakref.ref(z))
         return loss(2 * z, Y)
 
     batch = recorded(model, loss, closure)
     gc.collect()
-    assert kept[0]() is None
+    assert outputs[0]() is None
     assert not batch.recorded_loss.requires_grad
+    assert x() is batch.passes[0].calls[0].args[0]
+    inputs.clear()
+    del batch
+    gc.collect()
+    assert x() is None

@@ -121,18 +121,48 @@ CASES: dict[str, Case] = {
     ),
     "mse, images": Case(lambda z, n: mse(z, normal(n, C, T)), outputs=C * T, ends=pixels),
     "bce of logits": Case(lambda z, n: logits_bce(z, uniform(n, C))),
+    "mse, one output": Case(
+        lambda z, n: mse(z, real(n)[:, 0]), outputs=1, ends=lambda z: z.squeeze(1)
+    ),
+    "bce of logits, sum": Case(lambda z, n: logits_bce(z, uniform(n, C), reduction="sum")),
+    "bce of logits, weights of the outputs": Case(
+        lambda z, n: logits_bce(z, uniform(n, C), elements(1)[0])
+    ),
+    "bce of logits, weights, sum": Case(
+        lambda z, n: logits_bce(
+            z, uniform(n, C), elements(n), pos_weight=CLASS_WEIGHT, reduction="sum"
+        )
+    ),
+    "bce of logits, positive weights": Case(
+        lambda z, n: logits_bce(z, uniform(n, C), pos_weight=CLASS_WEIGHT)
+    ),
     "bce of logits, weights": Case(
         lambda z, n: logits_bce(z, uniform(n, C), elements(n), pos_weight=CLASS_WEIGHT)
     ),
     "ce": Case(lambda z, n: ce(z, classes(n))),
     "ce, sum": Case(lambda z, n: ce(z, classes(n), reduction="sum")),
     "ce, smoothing": Case(lambda z, n: ce(z, classes(n), label_smoothing=0.2)),
+    "ce, smoothing, sum, soft targets": Case(
+        lambda z, n: ce(z, normal(n, C).softmax(dim=1), label_smoothing=0.2, reduction="sum")
+    ),
+    "ce, weights": Case(lambda z, n: ce(z, classes(n), CLASS_WEIGHT)),
+    "ce, weights, smoothing, soft targets": Case(
+        lambda z, n: ce(z, normal(n, C).softmax(dim=1), CLASS_WEIGHT, label_smoothing=0.3)
+    ),
+    "ce, another ignore_index, sum": Case(
+        lambda z, n: ce(z, classes(n).clamp(min=1), ignore_index=2, reduction="sum")
+    ),
+    "ce, padding, weights, sum": Case(lambda z, n: ce(z, padded(n), CLASS_WEIGHT, reduction="sum")),
+    "ce, padding, smoothing": Case(lambda z, n: ce(z, padded(n), label_smoothing=0.2)),
     "ce, padding": Case(lambda z, n: ce(z, padded(n))),
     "ce, padding, weights, smoothing": Case(
         lambda z, n: ce(z, padded(n), weight=CLASS_WEIGHT, label_smoothing=0.1)
     ),
     "ce, soft targets": Case(lambda z, n: ce(z, normal(n, C).softmax(dim=1), CLASS_WEIGHT)),
     "ce, images": Case(lambda z, n: ce(z, padded(n, T)), outputs=C * T, ends=pixels),
+    "ce, images, soft targets": Case(
+        lambda z, n: ce(z, normal(n, C, T).softmax(dim=1)), outputs=C * T, ends=pixels
+    ),
     "ce, images, weights": Case(
         lambda z, n: ce(z, padded(n, T), weight=CLASS_WEIGHT), outputs=C * T, ends=pixels
     ),

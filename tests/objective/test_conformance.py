@@ -30,6 +30,10 @@ DRAWN = {
     "variances below eps": (kronfac.HeteroscedasticGaussian(eps=0.9), PAIRS),
 }
 GIVEN = {
+    "grey levels": (kronfac.Bernoulli(), Z, PROBABILITIES),
+    "smoothed labels": (kronfac.Categorical(0.2), Z, CLASSES),
+    "soft labels": (kronfac.Categorical(), Z, Y.softmax(dim=1)),
+    "soft labels that do not sum to one": (kronfac.Categorical(0.2), Z, 1.7 * Y.softmax(dim=1)),
     "huber": (kronfac.Huber(0.7), Z, Y),
     "huber with a factor": (kronfac.Huber(0.7, 1.4), Z, Y),
     "gauss-newton, elementwise": (kronfac.GaussNewton(nn.SoftMarginLoss()), Z, Y.sign()),
@@ -53,7 +57,7 @@ def test_distributions_conform(name):
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_curvatures_at_targets_conform(name):
+def test_likelihoods_at_given_targets_conform(name):
     likelihood, outputs, targets = GIVEN[name]
     check_likelihood(likelihood, outputs, targets=targets)
 

@@ -76,18 +76,6 @@ def test_called_as_a_loss_it_is_the_mean_over_cases(name):
     assert_close(likelihood(z, y), torch.stack(one_by_one).mean(), **ALGEBRA)
 
 
-# ------------------------------------------------------------------------------------------ score
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_score_is_the_gradient_of_the_loss(name):
-    likelihood, _ = ALL[name]
-    for y in targets_of(name):
-        z = normal(CASES, OUTPUTS).requires_grad_()
-        (expected,) = torch.autograd.grad(likelihood.negative_log_likelihood(z, y), z)
-        assert_close(likelihood.score(z.detach(), y), expected, **AUTODIFF)
-
-
 # ----------------------------------------------------------------------------------------- Fisher
 
 
@@ -164,19 +152,6 @@ def test_categorical_sampling_inverts_the_cumulative_distribution():
 def test_categorical_sampling_takes_the_last_class_where_rounding_leaves_a_gap():
     z = torch.zeros(1, 3)  # three times 1/3 may sum to less than the largest float32 below 1
     assert Categorical().sample(z, torch.tensor([1.0])).tolist() == [2]
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_noise_is_one_number_a_case_and_draw_whatever_the_chunks(name):
-    """The i-th case's noise does not depend on how many rows are looked at together."""
-    likelihood, _ = ALL[name]
-    z = normal(6, OUTPUTS)
-    noise = likelihood.noise(2, z.shape, z, seeded(3))
-    together = likelihood.sample(z, noise[1])
-    apart = torch.cat(
-        [likelihood.sample(z[:4], noise[1, :4]), likelihood.sample(z[4:], noise[1, 4:])]
-    )
-    assert torch.equal(together, apart)
 
 
 # ---------------------------------------------------------------------------------------- refusals

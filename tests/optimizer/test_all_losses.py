@@ -258,7 +258,7 @@ def test_targets_of_a_pair_that_torch_would_broadcast_are_refused():
 @pytest.mark.parametrize(
     ("make", "loss", "objective", "error", "message"),
     [
-        (Pair, nn.GaussianNLLLoss(), by_hand, ClosureError, "did not call GaussianNLLLoss where"),
+        (Pair, nn.GaussianNLLLoss(), by_hand, ClosureError, "saw no call of GaussianNLLLoss"),
         (network, nn.MSELoss(), maximised, UnsupportedLossError, "losses that are minimised"),
     ],
 )

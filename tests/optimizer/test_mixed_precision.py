@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kronfac import KFAC, LevenbergMarquardtRule
 from kronfac.curvature import ApproximateInverse
 from kronfac.extend import BlockDiagonalInverse, SampledFisher
-from kronfac.model.own_pass import mixed
+from kronfac.model.side_effects import mixed
 from kronfac.storage import tensors_in
 from tests.conftest import mlp, normal
 

@@ -31,6 +31,7 @@ from kronfac.extend import (
     SampledFisher,
 )
 from kronfac.linalg import KroneckerProduct, OuterProduct
+from kronfac.step.examples import shares
 from tests.conftest import mlp, normal
 from tests.optimizer.pseudocode import Pseudocode, low_rank_is_cheaper
 from tests.optimizer.runs import agree, targets_for
@@ -390,7 +391,7 @@ def test_where_the_model_predicts_a_rise_lambda_rises_whatever_the_ratio():
     ],
 )
 def test_statistics_are_of_250_terms_and_8_examples_at_the_least(examples, terms, expected):
-    share, _ = Intervals().shares(examples, terms)
+    share, _ = shares(Intervals(), examples, terms, convolutional=False)
     assert math.ceil(share * examples - 1e-9) == expected
 
 

@@ -305,6 +305,8 @@ def test_mistakes():
     (x, y), loss_fn, model = data(), nn.MSELoss(), perceptron()
     with pytest.raises(TypeError, match="needs the model itself"):
         Preconditioner(model.parameters(), loss_fn)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Preconditioner has no argument 'momentum'"):
+        Preconditioner(model, loss_fn, momentum=0.9)
     for settings, message in (
         ({"damping": 0.0}, "damping is a positive number"),
         ({"kl_clip": 1e-3}, "give lr too"),

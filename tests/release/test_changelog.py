@@ -5,7 +5,7 @@ import re
 import pytest
 
 import kronfac
-from tests.release.changelog import NUMBERS, ROOT, digest, latest_digest, numbers, section, version
+from tests.release.check import NUMBERS, ROOT, digest, faults, latest_digest, section, version
 from tests.trajectories.runs import RECORDED
 
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
@@ -21,14 +21,20 @@ def test_new_trajectories_come_with_a_line_in_the_changelog():
     )
 
 
-def test_the_newest_digest_counts():
-    older = EARLIER.replace("0123456789ab", "ba9876543210").replace("Unreleased", "0.0.9")
-    assert latest_digest(EARLIER + older) == "0123456789ab"
-
-
-def test_a_digest_elsewhere_does_not_count():
-    assert latest_digest(EARLIER.replace(NUMBERS, "### Fixed")) is None
-    assert latest_digest(EARLIER.replace("Pinned", "### Fixed\n\nPinned")) is None
+@pytest.mark.parametrize(
+    ("changelog", "expected"),
+    [
+        # The newest one counts, and none that is elsewhere.
+        (
+            EARLIER + EARLIER.replace("0123456789ab", "ba9876543210").replace("Unrel", "0.0.9"),
+            "0123456789ab",
+        ),
+        (EARLIER.replace(NUMBERS, "### Fixed"), None),
+        (EARLIER.replace("Pinned", "### Fixed\n\nPinned"), None),
+    ],
+)
+def test_the_digest_of_a_changelog(changelog, expected):
+    assert latest_digest(changelog) == expected
 
 
 def test_another_record_has_another_digest():
@@ -38,16 +44,28 @@ def test_another_record_has_another_digest():
 
 def test_sections_are_found_by_version():
     text = "# Changelog\n\n## [Unreleased]\n\nnew\n\n## [0.2.0] - 2026-01-02\n\nold\n"
-    assert section(text, "Unreleased") == "\n\nnew\n\n"
-    assert section(text, "0.2.0") == "\n\nold\n"
-    assert section(text, "0.1.0") is None
+    assert [section(text, name) for name in ("Unreleased", "0.2.0", "0.1.0")] == ["new", "old", ""]
+
+
+@pytest.mark.parametrize(
+    ("tag", "source", "expected"),
+    [
+        ("v0.2.0", "0.2.0", []),
+        ("v0.3.0", "0.2.0", ["The tag is v0.3.0"]),
+        ("v0.3.0", "0.3.0", [r"nothing under '## \[0.3.0\]'"]),
+    ],
+)
+def test_what_keeps_a_release_back(tag, source, expected):
+    found = faults(tag, source, "## [Unreleased]\n\n## [0.2.0] - 2026-01-02\n\n- A thing.\n")
+    assert len(found) == len(expected)
+    assert all(re.search(*pair) for pair in zip(expected, found, strict=True))
 
 
 def test_all_versions_agree():
     experiments = (ROOT / "experiments" / "pyproject.toml").read_text()
     assert kronfac.__version__ == version()
     assert re.findall(r'^version = "(.+)"$', experiments, flags=re.MULTILINE) == [version()]
-    assert numbers(version())
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version())
 
 
 def test_both_distributions_need_the_same_torch():
@@ -56,9 +74,3 @@ def test_both_distributions_need_the_same_torch():
         ["torch>=2.7"],
         ["torch>=2.7"],
     ]
-
-
-def test_a_version_has_three_numbers():
-    assert numbers("1.20.3") == (1, 20, 3)
-    with pytest.raises(ValueError, match=r"X\.Y\.Z; got '1\.2'"):
-        numbers("1.2")

@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from tests.release.changelog import ROOT
+from tests.release.check import ROOT
 
 FOLDER = ROOT / ".github" / "workflows"
 WORKFLOWS = {path.name: path.read_text() for path in sorted(FOLDER.glob("*.yml"))}

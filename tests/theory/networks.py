@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kronfac.curvature import Curvature, DampedInverse
 from kronfac.curvature.estimate import Sample, estimate
 from kronfac.extend import ExactFisher
-from kronfac.linearize import Linearizer, linearize
+from kronfac.linearize import fisher_gram, linearize
 from kronfac.model import Matrices, find_units, record_uses
 from kronfac.objective import Likelihood
 from tests.conftest import batch, network_of
@@ -153,7 +153,7 @@ def fisher(model: nn.Module, loss: Likelihood, x: Tensor) -> Tensor:
     """The exact F, dense, from eᵢᵀ F eⱼ of all pairs of weights."""
     network = network_of(model, loss)
     directions = basis([unit.shape for unit in network.units])
-    return Linearizer(network).fisher_gram(batch(network, x), directions)
+    return fisher_gram(network, batch(network, x), directions)
 
 
 def activities_and_gradients(

@@ -1,83 +1,33 @@
 """λ, γ, the step (α, μ) and its acceptance: rules that see numbers only [MG15 §6.4–§7]."""
 
-from kronfac.control.acceptance import Acceptance, AcceptanceState, Kept, Losses, Pending, Verdict
-from kronfac.control.base import (
-    ROUNDING,
-    Coefficients,
-    Matrix,
-    Measurement,
-    ParameterVector,
-    Rule,
-    quadratic_form,
-)
-from kronfac.control.damping import (
-    AdaptiveDamping,
-    AnyDampingRule,
-    DampingRule,
-    DampingState,
-    FixedDamping,
-    LambdaSearch,
-    LevenbergMarquardtRule,
-)
-from kronfac.control.gamma import (
-    AdaptiveGamma,
-    AdaptiveGammaState,
-    AnyGammaRule,
-    FixedGamma,
-    GammaRule,
-    GammaSearch,
-    GammaState,
-)
-from kronfac.control.long_memory import LongMemory, MemoryState
-from kronfac.control.step_rule import (
-    ConjugateGradients,
-    QuadraticModel,
-    RawStep,
-    Step,
-    StepRule,
-    StepState,
-    clip_to_objective,
-    clip_to_radius,
-    refine,
-)
-
-__all__ = [
-    "ROUNDING",
-    "Acceptance",
-    "AcceptanceState",
-    "AdaptiveDamping",
-    "AdaptiveGamma",
-    "AdaptiveGammaState",
-    "AnyDampingRule",
-    "AnyGammaRule",
-    "Coefficients",
-    "ConjugateGradients",
-    "DampingRule",
-    "DampingState",
-    "FixedDamping",
-    "FixedGamma",
-    "GammaRule",
-    "GammaSearch",
-    "GammaState",
-    "Kept",
-    "LambdaSearch",
-    "LevenbergMarquardtRule",
-    "LongMemory",
-    "Losses",
-    "Matrix",
-    "Measurement",
-    "MemoryState",
-    "ParameterVector",
-    "Pending",
-    "QuadraticModel",
-    "RawStep",
-    "Rule",
-    "Step",
-    "StepRule",
-    "StepState",
-    "Verdict",
-    "clip_to_objective",
-    "clip_to_radius",
-    "quadratic_form",
-    "refine",
-]
+from kronfac.control.acceptance import Acceptance as Acceptance
+from kronfac.control.acceptance import AcceptanceState as AcceptanceState
+from kronfac.control.acceptance import Kept as Kept
+from kronfac.control.acceptance import Losses as Losses
+from kronfac.control.acceptance import Pending as Pending
+from kronfac.control.acceptance import Verdict as Verdict
+from kronfac.control.base import ROUNDING as ROUNDING
+from kronfac.control.base import Measurement as Measurement
+from kronfac.control.damping import AdaptiveDamping as AdaptiveDamping
+from kronfac.control.damping import AnyDampingRule as AnyDampingRule
+from kronfac.control.damping import DampingRule as DampingRule
+from kronfac.control.damping import DampingState as DampingState
+from kronfac.control.damping import FixedDamping as FixedDamping
+from kronfac.control.damping import LambdaSearch as LambdaSearch
+from kronfac.control.damping import LevenbergMarquardtRule as LevenbergMarquardtRule
+from kronfac.control.gamma import AdaptiveGamma as AdaptiveGamma
+from kronfac.control.gamma import AdaptiveGammaState as AdaptiveGammaState
+from kronfac.control.gamma import AnyGammaRule as AnyGammaRule
+from kronfac.control.gamma import FixedGamma as FixedGamma
+from kronfac.control.gamma import GammaRule as GammaRule
+from kronfac.control.gamma import GammaSearch as GammaSearch
+from kronfac.control.gamma import GammaState as GammaState
+from kronfac.control.long_memory import NO_MEMORY as NO_MEMORY
+from kronfac.control.long_memory import LongMemory as LongMemory
+from kronfac.control.long_memory import MemoryState as MemoryState
+from kronfac.control.step_rule import ConjugateGradients as ConjugateGradients
+from kronfac.control.step_rule import QuadraticModel as QuadraticModel
+from kronfac.control.step_rule import RawStep as RawStep
+from kronfac.control.step_rule import Step as Step
+from kronfac.control.step_rule import StepRule as StepRule
+from kronfac.control.step_rule import StepState as StepState

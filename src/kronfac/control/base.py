@@ -93,6 +93,11 @@ class Measurement:
     """tr F̆ / dim F̆, of the size of a typical eigenvalue."""
 
     @property
+    def trusted(self) -> bool:
+        """Whether mini-batches confirm enough of M's predictions for steps to follow M alone."""
+        return self.confirmed is None or self.confirmed >= TRUST
+
+    @property
     def confidence(self) -> float:
         """`confirmed`, and 1 until that is known."""
         return 1.0 if self.confirmed is None else self.confirmed

@@ -55,6 +55,10 @@ class MemoryState:
     """The iteration at which θ̄ began."""
 
 
+NO_MEMORY = MemoryState()
+"""What is remembered while M is trusted."""
+
+
 @dataclass(frozen=True)
 class LongMemory:
     """How much of a step is taken and remembered if a quarter of what M predicts is confirmed, or less.
@@ -111,13 +115,9 @@ class LongMemory:
 
     # --------------------------------------------------------------------- the average of the iterates
 
-    def begin(self, state: MemoryState, m: Measurement) -> MemoryState:
-        """The memory at the start of a step: what was learned of noise is of no use without any."""
-        return replace(state, length=math.inf) if self.noise(m) == 0 else state
-
     def compares(self, state: MemoryState, m: Measurement) -> bool:
         """Whether θ̄ is compared with θ: not before it is as long an average as it should be."""
-        if self.averaged is None or state.average is None or self.noise(m) == 0:
+        if self.averaged is None or state.average is None:
             return False
         k = m.iteration
         return k % COMPARING == 0 and k - state.start >= self.averaged * k
@@ -142,14 +142,12 @@ class LongMemory:
 
     def averages(self, m: Measurement) -> bool:
         """Whether θ̄ takes in the parameters of this iteration."""
-        return self.averaged is not None and self.noise(m) > 0 and m.iteration % AVERAGING == 0
+        return self.averaged is not None and m.iteration % AVERAGING == 0
 
     def average(
         self, state: MemoryState, m: Measurement, theta: ParameterVector | None
     ) -> MemoryState:
-        """The memory with θ in θ̄, if `averages` asked for it; without θ̄ if nobody will ask for it."""
-        if self.averaged is None or self.noise(m) == 0:
-            return replace(state, average=None, start=0)
+        """The memory with θ in θ̄, if `averages` asked for it."""
         if theta is None:
             return state
         if state.average is None:

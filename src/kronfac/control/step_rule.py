@@ -203,7 +203,7 @@ class QuadraticModel(StepRule):
     def solve(self, Q: Matrix, r: Coefficients, state: StepState, m: Measurement) -> Step:
         coefficients = minimiser(Q, r, m.precision)
         memory = self.long_memory
-        if memory is None or memory.noise(m) == 0:
+        if memory is None or m.trusted:
             return Step(coefficients, model_change(Q, r, coefficients))
         blend, kept = memory.blend(Q, r, coefficients, state.memory, m)
         return Step(blend, model_change(Q, r, blend), inner(r, blend), kept)

@@ -36,8 +36,6 @@ class Portion:
     """The recorded loss; None if it was not recorded on some rank."""
     weight: float = 0.0
     """The total weight of the terms of saturating losses."""
-    explicit: bool = True
-    """Whether no rank has too many examples to hold J as a matrix."""
     averaged: bool | None = None
     """Whether something averages gradients over the ranks, as DistributedDataParallel does; None if that is
     not known yet."""
@@ -70,7 +68,6 @@ class OwnPart:
     loss: float = 0.0
     recorded_loss: float = 0.0
     weight: float = 0.0
-    explicit: float = 1.0
     network: float = 0.0
     """A fingerprint of units and blocks."""
     parameters: float = 0.0
@@ -107,7 +104,6 @@ def gather_parts(world: World, own: OwnPart, averaged: bool | None) -> Portion |
         loss=total("loss"),
         recorded_loss=total("recorded_loss") if all(part.seen for part in parts) else None,
         weight=total("weight"),
-        explicit=all(part.explicit for part in parts),
         averaged=averaged,
     )
 

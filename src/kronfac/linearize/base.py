@@ -6,11 +6,10 @@ All derivatives of the network that a step needs come from here. Layouts: the ou
 
 import math
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +17,12 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from kronfac.curvature import SummedGradient, Taps
+from kronfac.distributed import ALONE, World
 from kronfac.errors import out_of_memory
+from kronfac.linearize.by_hand import ByHand, trace_of
 from kronfac.model import Matrices, Network, Uses, dot, record_uses
 from kronfac.model.side_effects import unseen_writes
-from kronfac.record import Pass
+from kronfac.record import Batch, Pass
 from kronfac.warn import warn
 
 TOLERANCE = 0.01
@@ -38,40 +39,91 @@ WRONG_TANGENTS = (
 )
 
 
-class Linearization(ABC):
+class Linearization(Protocol):
     """f, J v and Jᵀ r of one micro-batch."""
 
-    def __init__(self, part: Pass) -> None:
-        self.part = part
-
     @property
-    @abstractmethod
     def outputs(self) -> Sequence[Tensor]:
         """The outputs z of every loss call, without a graph."""
 
     @property
-    @abstractmethod
     def summed(self) -> bool:
         """Whether some units have only their gradient summed over the examples as taps."""
 
-    @abstractmethod
     def taps(self, vectors: Sequence[Tensor | None]) -> Sequence[Taps]:
         """The taps of every unit for rᵀf: ā and g of each use, or only Jᵀ r. None stands for r = 0."""
 
-    @abstractmethod
     def jvp(self, directions: Sequence[Matrices]) -> list[Tensor]:
         """J v of every loss call, for all directions."""
 
-    @abstractmethod
     def vjp(self, vectors: Sequence[Tensor | None]) -> Matrices:
         """Jᵀ r, summed over the examples."""
 
 
-class Traced(Linearization):
+def linearize(network: Network, part: Pass) -> Linearization:
+    """The network around θ on one micro-batch: by hand if it is a perceptron, else by torch."""
+    trace = None if network.convolutional else trace_of(network, part)
+    return Traced(network, part) if trace is None else ByHand(part, trace)
+
+
+def fisher_gram(
+    network: Network,
+    batch: Batch,
+    directions: Sequence[Matrices],
+    factor: float = 1.0,
+    world: World = ALONE,
+) -> Tensor:
+    """The matrix of v_iᵀ F v_j for all pairs of directions, (k, k), float64, on the device.
+
+    F = Σ_t s w_t J_tᵀ F_R J_t, so uᵀFv = Σ_t s w_t (J_t u)ᵀ F_R (J_t v): J v of all directions, and no
+    backward pass [MG15 App. C].
+
+    Args:
+        network: the network.
+        batch: the examples.
+        directions: the vectors.
+        factor: the weight of the terms.
+        world: the ranks that each have a part of the examples.
+    """
+    gram: Tensor | None = None
+    for part in batch.passes:
+        view = linearize(network, part)
+        tangents = view.jvp(directions)
+        for terms, z, Jv in zip(part.terms, view.outputs, tangents, strict=True):
+            scale = terms.scale or 1.0
+            FJv = terms.weigh(terms.likelihood.fisher_product(z, Jv), scale)
+            own = (Jv.flatten(1) @ FJv.flatten(1).mT).double().mul_(scale)
+            gram = own if gram is None else gram.add_(own)
+    assert gram is not None
+    if world.size > 1:
+        totals = world.total(gram.flatten().tolist(), "fisher")
+        gram = torch.tensor(totals, dtype=gram.dtype, device=gram.device).view_as(gram)
+    # It is symmetric up to rounding, as F_R is applied to one side only.
+    return (gram + gram.mT).mul_(factor / 2)
+
+
+def fisher_product(
+    network: Network, batch: Batch, vector: Matrices, factor: float = 1.0, world: World = ALONE
+) -> Matrices:
+    """F v = Jᵀ F_R J v: the forward-mode pass, and a backward pass from F_R J v."""
+    total = tuple(torch.zeros_like(V) for V in vector)
+    for part in batch.passes:
+        view = linearize(network, part)
+        products = [
+            terms.weigh(terms.likelihood.fisher_product(z, Jv[0]))
+            for terms, z, Jv in zip(part.terms, view.outputs, view.jvp([vector]), strict=True)
+        ]
+        for sum_, V in zip(total, view.vjp(products), strict=True):
+            sum_.add_(V, alpha=factor)
+    world.sum(total, "fisher")
+    return total
+
+
+class Traced:
     """By torch: the graph of one forward pass, made when it is first needed."""
 
     def __init__(self, network: Network, part: Pass) -> None:
-        super().__init__(part)
+        self.part = part
         self._network = network
         self._values: list[Tensor] | None = None
 

@@ -27,10 +27,9 @@ from torch.nn.modules.module import (
 
 from kronfac.curvature import Tap
 from kronfac.linalg import OuterProduct, take
-from kronfac.linearize.base import Linearization
 from kronfac.linearize.elementwise import ELEMENTWISE, Applied, Slope, apply, slopes
 from kronfac.model import Matrices, Network, RandomState, Unit, hooked, replay, without_hooks
-from kronfac.model.own_pass import mixed
+from kronfac.model.side_effects import mixed
 from kronfac.record import Batch, LossCall, MiniBatchClosure, ModelCall, Pass, Ref
 
 
@@ -89,12 +88,11 @@ def _weight(unit: Unit) -> Tensor:
     return unit.parameters[0].detach()
 
 
-class ByHand(Linearization):
-    """A perceptron, with one call and one loss."""
+class ByHand:
+    """The `Linearization` of a perceptron, with one call and one loss."""
 
     def __init__(self, part: Pass, trace: Trace) -> None:
-        super().__init__(part)
-        self.trace = trace
+        self.part, self.trace = part, trace
         (self._terms,) = part.terms
 
     @property

@@ -36,7 +36,7 @@ class Blocks:
     """How blocks are chosen.
 
     Args:
-        sharing: how the factors of a weight that an example uses at several places are taken, see
+        sharing: how to estimate the factors of a weight that each example uses at several places, see
             `KroneckerBlock`.
         dense_limit: parameters up to which a unit has a dense block: normalisation layers, depthwise and
             small convolutions, small tied weights, single parameters. Larger normalisation layers,

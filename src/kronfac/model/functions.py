@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from kronfac.model.find import Site
 from kronfac.model.layout import BY_CONVENTION, PLAIN, Elementwise, ExampleDims, Layout
-from kronfac.model.nested import call_plainly, tensor_leaves
+from kronfac.model.nested import call_plainly, tensors_of
 from kronfac.model.unit import Unit
 from kronfac.model.uses import Uses, Watch
 
@@ -91,19 +91,19 @@ class SeeFunctions(TorchFunctionMode):
         return value if known else None
 
     def derived(self, value: Any) -> Derived | None:
-        """What is known of a tensor that was computed from parameters."""
+        """How a tensor was computed, if it was from parameters alone."""
         found = self._derived.get(id(value))
         return found if found is not None and found.value is value else None
 
     def follow(self, func: Function, args: Any, kwargs: Any, result: Any) -> None:
-        """Remember what was made of parameters, or that they were used in a way that is not understood."""
-        leaves = list(tensor_leaves((args, kwargs)))
+        """Follow parameters through a function without an observer; a use with other inputs is unseen."""
+        leaves = tensors_of((args, kwargs))
         own = [leaf for leaf in leaves if self.parameter(leaf) is not None]
         others = [found.roots for leaf in leaves if (found := self.derived(leaf)) is not None]
         roots = [*own, *(root for found in others for root in found)]
         if not roots:
             return
-        results = [x for x in tensor_leaves(result) if x.requires_grad]
+        results = [x for x in tensors_of(result) if x.requires_grad]
         alone = all(self.parameter(x) is not None or self.derived(x) for x in leaves)
         for value in results:
             if self.parameter(value) is not None:

@@ -23,11 +23,11 @@ from kronfac.linalg.spd import add_gram
 from kronfac.model.functions import OBSERVERS, Function, SeeFunctions
 from kronfac.model.layout import PLAIN, Arrange, Layout
 from kronfac.model.nested import tensors_of
-from kronfac.model.own_pass import full_precision
 from kronfac.model.registry import Layer, adapter_for
 from kronfac.model.side_effects import (
     RandomState,
     device_of,
+    full_precision,
     register_hooks,
     remove_hooks,
     replay,

@@ -1,6 +1,6 @@
 """Tensors inside of other values (containers, tuples of any class, dataclasses), and of subclasses."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
@@ -71,20 +71,6 @@ def _leaves(value: Any, kind: type[T]) -> list[T]:
 
     map_leaves(value, note)
     return found
-
-
-def tensor_leaves(value: Any) -> Iterator[Tensor]:
-    """The tensors in containers, as pytree knows them; other objects are not opened."""
-    kind = type(value)
-    if isinstance(value, Tensor):
-        yield value
-    elif kind is tuple or kind is list:
-        for item in value:
-            yield from tensor_leaves(item)
-    elif kind is dict:
-        yield from tensor_leaves(list(value.values()))
-    elif kind not in _NUMBERS:
-        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def fill(given: Any, values: Mapping[int, Tensor]) -> Any:

@@ -4,7 +4,7 @@ What the first passes show of a network is saved with the state: a resumed run g
 has seen, as other mini-batches may show something else.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +17,7 @@ from kronfac.curvature import Curvature, Tap
 from kronfac.errors import StateError, UnsupportedModelError
 from kronfac.linalg import Matrices
 from kronfac.model.blocks import Blocks, Kind
-from kronfac.model.find import Site
+from kronfac.model.find import Site, find_units
 from kronfac.model.layout import ExampleDims
 from kronfac.model.side_effects import Buffers, put_back
 from kronfac.model.unit import Unit, parameters_of, refuse_dtypes
@@ -52,7 +52,7 @@ class Learned:
     """In a saved state, the units in their order; none before the first pass was looked at."""
 
     def copy(self, units: tuple[UnitState, ...] = ()) -> "Learned":
-        """One that stays as it is."""
+        """A copy that later passes do not change."""
         return replace(self, dims=dict(self.dims), units=units)
 
 
@@ -76,6 +76,19 @@ class Network:
     placed: Placement | None = None
     """Where the parameters were in the last step; None before there was one."""
 
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        objective: Objective,
+        blocks: Blocks | None = None,
+        trained: Collection[nn.Parameter] | None = None,
+    ) -> "Network":
+        """The model with the units of these parameters; None for all that are not frozen."""
+        blocks = Blocks() if blocks is None else blocks
+        found = find_units(model, blocks, trained)
+        return cls(model, found.units, found.sites, objective, Buffers(model), blocks)
+
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """All trained parameters, in the order of the units."""
@@ -98,7 +111,7 @@ class Network:
 
     @property
     def versions(self) -> list[tuple[int, int]]:
-        """Changes when a parameter is written to or its memory replaced; not by writes through `p.data`."""
+        """Changes when a parameter is written to or gets new memory, but not by writes to `p.data`."""
         return [(p.data_ptr(), p._version) for p in self.parameters]
 
     @cached_property
@@ -111,7 +124,7 @@ class Network:
         )
 
     def unused(self, number: int) -> list[Tap]:
-        """What a unit shows that no example uses: zeros."""
+        """The taps of a unit that no example uses: zeros."""
         unit = self.units[number]
         rows, columns = (
             torch.zeros(1, 1, size, dtype=unit.dtype, device=self.device) for size in unit.shape
@@ -161,7 +174,7 @@ class Network:
             put_back(list(zip(parameters, kept, strict=True)))
 
     def learned_state(self) -> Learned:
-        """What passes have shown of it, to be saved."""
+        """What passes have shown of the network, to be saved."""
         units = self.units if self.discovered else ()
         return self.learned.copy(tuple(UnitState(unit.kind, unit.observed) for unit in units))
 
@@ -266,12 +279,11 @@ def _continued(unit: Unit, state: UnitState, blocks: Blocks) -> Unit:
         return unit.unobserved("not all uses of it were seen when the state was saved")
     if not state.kind:
         return unit
-    kinds: tuple[Kind, ...] = get_args(Kind)
-    for kind in kinds:
-        if kind == state.kind:
-            block = blocks.choose(kind, *unit.shape)
-            return replace(unit, block=block, kind=kind, original=unit)
-    raise StateError(
-        f"The state's kind of use of {unit.name!r} must be one of {kinds}; got {state.kind!r}. Load an "
-        "earlier state."
-    )
+    kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
+    if state.kind not in kinds:
+        raise StateError(
+            f"The state's kind of use of {unit.name!r} must be one of {tuple(kinds)}; got {state.kind!r}. "
+            "Load an earlier state."
+        )
+    kind = kinds[state.kind]
+    return replace(unit, block=blocks.choose(kind, *unit.shape), kind=kind, original=unit)

@@ -126,7 +126,7 @@ def register_name(name: str, adapter: Adapter) -> None:
 
 
 def adapter_for(module: nn.Module) -> Adapter | None:
-    """The adapter of a module: of its type, else of the nearest base class that speaks for subclasses."""
+    """The adapter of a module's type, or of the nearest base class registered with `subclasses=True`."""
     kind = type(module)
     for base in kind.__mro__:
         adapter, subclasses = _ADAPTERS.get(base, (None, False))

@@ -1,14 +1,22 @@
-"""Run the model without leaving traces: random numbers are replayed, buffers and parameters put back.
+"""Run the model as it was trained, in full precision, and without leaving traces.
 
 K-FAC runs the model more often than its user does. Passes that are compared with each other have to draw
 the same dropout masks and to start from the same buffers, and no pass of K-FAC's own may move running
 statistics or counters. The hooks that record the user's own passes leave no traces in copies of the model.
+
+A step may be taken inside `torch.autocast`. The gradient of a mini-batch can be computed in half precision;
+second moments, their inverses, the quadratic model and small changes of the loss can't. The fast path of
+`nn.Transformer*` leaves out padding, and reentrant checkpoints have no derivative but their own. Nothing is
+switched for the process: a `TorchFunctionMode` belongs to its thread, and so does what stands in for
+checkpoints here.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +24,11 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+Function = Callable[..., Any]
+Context = Callable[[], AbstractContextManager[object]]
 Kept = tuple[nn.Module, str, Tensor, Tensor]
 """A module, the name of a buffer of its own, that buffer, and a copy of its values."""
 
@@ -55,7 +66,7 @@ class RandomState:
 
 @contextmanager
 def replay(state: RandomState | None) -> Iterator[None]:
-    """Draw what was drawn from this state on; the global generators are put back. None changes nothing."""
+    """Replay random numbers from this state on, then restore the generators; None does nothing."""
     if state is None:
         yield
         return
@@ -72,14 +83,14 @@ def replay(state: RandomState | None) -> Iterator[None]:
 
 @contextmanager
 def unseen_writes(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Write to tensors whose values are put back: graphs that they are part of stay valid."""
+    """Write to tensors whose values will be put back, so that graphs with these tensors stay valid."""
     with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
         yield
 
 
 @torch.no_grad()
 def put_back(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write values to tensors; if something is raised in between, all of them once more before that is."""
+    """Write values to tensors: all of them, also if Ctrl-C interrupts it."""
     try:
         for tensor, value in pairs:
             tensor.copy_(value)
@@ -197,6 +208,128 @@ def without_traces(model: nn.Module) -> Iterator[None]:
         yield
 
 
+# ---------------------------------------------------------------------------------------- precision
+
+
+def mixed(device: torch.device) -> bool:
+    """Whether `torch.autocast` is in force for tensors on this device."""
+    kind = device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[Context]:
+    """Switch autocast off; the context that this gives restores the caller's, for the closure."""
+    if not mixed(device):
+        # No context at all: a closure's own autocast would not be the outermost and keep its cache.
+        yield nullcontext
+        return
+    kind = device.type
+    # Without its cache of weights: a closure may be called again with other parameters.
+    callers = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), cache_enabled=False)
+    try:
+        with torch.autocast(kind, enabled=False):
+            yield callers
+    finally:
+        torch.clear_autocast_cache()  # of weights from before the step
+
+
+@contextmanager
+def own_pass() -> Iterator[None]:
+    """Run the modules' own code, in full precision, without reentrant checkpoints.
+
+    Checkpoints of the other kind stay: they have all derivatives, and save memory.
+    """
+    before = torch._C._is_any_autocast_enabled() and _autocast_kinds()
+    try:
+        with instead_of_checkpoints(_call), _IN_FULL:
+            yield
+    finally:
+        for kind in before or ():
+            torch.set_autocast_enabled(kind, True)
+
+
+class _InFull(TorchFunctionMode):
+    """Switches off an autocast that a module opens in its own forward.
+
+    Modules with a fast path do not take it while any mode is active.
+    """
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if torch._C._is_any_autocast_enabled():
+            for kind in _autocast_kinds():
+                torch.set_autocast_enabled(kind, False)
+        return func(*args, **(kwargs or {}))
+
+
+_IN_FULL = _InFull()
+
+
+def _autocast_kinds() -> list[str]:
+    """The kinds of devices that autocast is enabled for."""
+    return [kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.is_autocast_enabled(kind)]
+
+
+# --------------------------------------------------------------------------------------- checkpoints
+
+_handlers: dict[int, list[Function]] = {}
+"""What each thread does in place of a reentrant checkpoint."""
+_lock = threading.Lock()
+
+
+def _checkpoints() -> Any:
+    """Torch's module, when a pass first needs it: torch 2.7 imports it, and sympy with it, only then."""
+    from torch.utils import checkpoint  # noqa: PLC0415
+
+    return checkpoint
+
+
+class _StandIn:
+    """In place of torch's function while a thread has a handler; for other threads it is that function."""
+
+    original: Any = None
+
+    @classmethod
+    def apply(cls, function: Function, preserve_rng_state: bool, *args: Any) -> Any:
+        """What `torch.utils.checkpoint` calls."""
+        own = _handlers.get(threading.get_ident())
+        call = own[-1] if own else cls.original.apply
+        return call(function, preserve_rng_state, *args)
+
+
+@contextmanager
+def instead_of_checkpoints(handler: Function) -> Iterator[None]:
+    """Let this thread call `handler(function, preserve_rng_state, *args)` for reentrant checkpoints."""
+    thread, checkpoints = threading.get_ident(), _checkpoints()
+    with _lock:
+        if not _handlers:
+            _StandIn.original = checkpoints.CheckpointFunction
+            checkpoints.CheckpointFunction = _StandIn
+        _handlers.setdefault(thread, []).append(handler)
+    try:
+        yield
+    finally:
+        with _lock:
+            _handlers[thread].pop()
+            if not _handlers[thread]:
+                del _handlers[thread]
+            if not _handlers:
+                checkpoints.CheckpointFunction = _StandIn.original
+
+
+def _call(function: Function, preserve_rng_state: bool, *args: Any) -> Any:
+    return function(*args)
+
+
+def not_reentrant(function: Function, preserve_rng_state: bool, *args: Any) -> Any:
+    """The other kind of checkpoint: the same values and memory, and a graph that can be looked into."""
+    return _checkpoints().checkpoint(
+        function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+    )
+
+
 # --------------------------------------------------------------------------------------------- hooks
 
 
@@ -223,11 +356,8 @@ class StandingHook:
         # Else it was removed while torch was calling the hooks, as by a garbage collection, and torch no
         # longer knows that it takes keyword arguments.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "StandingHook":
-        """A hook without a method."""
-        return StandingHook()
-
     def __reduce__(self) -> tuple[type["StandingHook"], tuple[()]]:
+        """A copy has no method."""
         return StandingHook, ()
 
     def _remove(self, module: nn.Module) -> None:

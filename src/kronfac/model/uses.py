@@ -33,7 +33,7 @@ from kronfac.model.layout import (
 from kronfac.model.unit import Unit
 
 Watch = Callable[[Sequence[int], Tensor, int | None], None]
-"""Gets, for every use, the units, the outputs (…, rows), and their dimension of examples if it is known."""
+"""Called for every use with its units, its outputs (…, rows) and their dimension of examples, if known."""
 
 
 class LazyInputs(Inputs, Protocol):
@@ -55,7 +55,7 @@ class Recorded:
     edge: int
     """The number of the edge at which its output gradient is taken."""
     tap: Callable[[Tensor], AnyTap]
-    """From that gradient to what the use shows."""
+    """Makes the tap of this use from that gradient."""
     source: Tensor | None = None
     """The inputs with their graph, if they are wanted."""
 
@@ -68,7 +68,7 @@ class Uses:
         examples: of the pass.
         dims: where it has its examples.
         keep_sources: whether to keep the inputs with their graph.
-        watch: is shown the outputs of every use.
+        watch: called with the outputs of every use.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Uses:
         return id(weight) in self._place and self.units[self._place[id(weight)][0]].swapped > 0
 
     def taps(self, unit: int, grads: Sequence[Tensor | None]) -> list[AnyTap]:
-        """What every use of a unit shows, from the gradients at all edges."""
+        """The taps of a unit, one for each use, from the gradients at all edges."""
         found = []
         for use in self.of[unit]:
             g = grads[use.edge]

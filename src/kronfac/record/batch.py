@@ -18,8 +18,7 @@ from torch.utils import _pytree as pytree
 
 from kronfac.model.layout import BY_CONVENTION, ExampleDims
 from kronfac.model.nested import Ref, as_plain, fill, tensors_of
-from kronfac.model.own_pass import own_pass
-from kronfac.model.side_effects import Kept, RandomState, replay, start_from
+from kronfac.model.side_effects import Kept, RandomState, own_pass, replay, start_from
 from kronfac.objective import JOINED, READERS, Terms
 
 __all__ = ["Batch", "LossCall", "ModelCall", "Operation", "Pass", "Ref"]

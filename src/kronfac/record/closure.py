@@ -1,88 +1,10 @@
-"""Closures: recorded as a whole, and made by `KFAC.closure` for one mini-batch in micro-batches."""
-
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+"""K-FAC's own closure, which `KFAC.closure` makes for one mini-batch."""
 
 import torch
 from torch import Tensor, nn
 
-from kronfac.errors import ClosureError, LoopError, TargetError
-from kronfac.model.own_pass import instead_of_checkpoints, not_reentrant
-from kronfac.model.side_effects import Buffers, register_hooks, remove_hooks
+from kronfac.errors import TargetError
 from kronfac.objective import Objective
-from kronfac.record.batch import Batch
-from kronfac.record.losses import SeenLoss, assemble
-from kronfac.record.mode import Recording, is_compiled
-
-
-class ClosureRecording(Recording):
-    """What happens inside a closure."""
-
-    in_closure = True
-
-    def __init__(self, model: nn.Module, objective: Objective, buffers: Buffers) -> None:
-        arrived: dict[SeenLoss, Tensor] = {}
-
-        def arrive(seen: SeenLoss, gradient: Tensor) -> None:
-            arrived[seen] = arrived[seen] + gradient if seen in arrived else gradient
-
-        super().__init__(model, objective, buffers, arrive)
-        self._arrived = arrived
-
-    def batch(self) -> Batch:
-        """The mini-batch of the closure.
-
-        Raises:
-            ClosureError: the model was not called, or its inputs were changed afterwards.
-        """
-        changed = ClosureError(
-            "The closure changed inputs or targets in place after it had called the model with them, "
-            "but KFAC goes through the same examples again. Use a new tensor for every call."
-        )
-        losses = {seen: self._arrived.get(seen) for seen in self.losses}
-        batch = assemble(losses, [self.record], self.objective, changed)
-        if batch is None:
-            raise ClosureError(
-                f"The closure never called the model ({type(self.model).__name__}) with gradients "
-                "enabled, so there is nothing to take a step from. Call the model that KFAC was "
-                "given, in the closure; what it returns may be tensors, containers, or dataclasses of them."
-            )
-        return batch
-
-
-@contextmanager
-def record(
-    model: nn.Module, objective: Objective, buffers: Buffers | None = None
-) -> Iterator[ClosureRecording]:
-    """Record everything that this thread does with the model and losses, inside this context.
-
-    `buffers` are the model's, or those of the module inside it if it is compiled.
-    """
-    own: nn.Module = getattr(model, "_orig_mod", model)
-    recording = ClosureRecording(model, objective, Buffers(own) if buffers is None else buffers)
-    recording.paths = {module: path for path, module in _modules(model)}
-    with ExitStack() as stack:
-        for module in recording.paths:
-            hooks = register_hooks(module, recording.before_model, recording.after_model)
-            stack.callback(remove_hooks, hooks)
-        stack.enter_context(instead_of_checkpoints(not_reentrant))
-        stack.enter_context(recording)
-        yield recording
-
-
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The model and the modules in it that have something to train, each once.
-
-    Not those inside of compiled ones, which a hook would make the compiler compile again.
-    """
-    compiled: tuple[str, ...] = ()
-    for path, module in model.named_modules():
-        idle = path and not any(p.requires_grad for p in module.parameters())
-        if idle or path.startswith(compiled) or isinstance(module, torch.jit.ScriptModule):
-            continue
-        yield path, module
-        if is_compiled(module):
-            compiled += (f"{path}." if path else "",)
 
 
 class MiniBatchClosure:
@@ -150,22 +72,3 @@ class MiniBatchClosure:
     def whole(self) -> bool:
         """Whether one pass covers all examples."""
         return self._chunk >= len(self.targets)
-
-
-def refuse_call(closure: object) -> None:
-    """Refuse an argument of `step` that is no closure, and a step without gradients.
-
-    Raises:
-        TypeError: `closure` can't be called.
-        LoopError: `torch.inference_mode` is on.
-    """
-    if closure is not None and not callable(closure):
-        raise TypeError(
-            "KFAC.step() takes a closure that computes the loss, or nothing; got a "
-            f"{type(closure).__name__}. Call loss.backward(), then step() with no argument."
-        )
-    if torch.is_inference_mode_enabled():
-        raise LoopError(
-            "KFAC.step() needs gradients, but it is called in torch.inference_mode(), in which there are "
-            "none. Train outside of it; it is for evaluation."
-        )

@@ -125,7 +125,7 @@ def _three(part: Pass) -> Tensor:
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 _Seen = dict[int, list[tuple[Tensor, int | None]]]
-"""By unit, the outputs of its uses, (…, rows), and the dimension of the examples if the layer says it."""
+"""By unit, the outputs of its uses, (…, rows), and the dimension of the examples if the layer knows it."""
 
 
 def _run(network: Network, part: Pass) -> tuple[list[Tensor], _Seen]:
@@ -230,8 +230,8 @@ def subsets(
     Args:
         network: whose passes they are.
         batch: this process's part of the mini-batch.
-        counts: how many examples each shall have; a pass that can't be divided counts as a whole.
-        generator: draws them; None for the first ones.
+        counts: the number of examples of each; a pass that can't be divided is used whole or not at all.
+        generator: draws the examples; None takes the first ones.
         start: the number of its first example in the whole.
         total: examples of the whole; None if `batch` has all.
     """

@@ -2,13 +2,13 @@
 
 A `TorchFunctionMode`, which affects this thread alone, sees loss functions and operations on the model's
 outputs or with its parameters; hooks on the model and the modules in it see its calls. The factor of a loss
-in the objective is the gradient that arrives at it in the backward pass. A closure is recorded as a whole
-(`closure.py`); in a loop, each call of the model and of the loss (`recorder.py`).
+in the objective is the gradient that arrives at it in the backward pass. A closure is recorded as a whole;
+in a loop, each call of the model and of the loss (`recorder.py`).
 """
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any
 
@@ -19,12 +19,20 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from kronfac.errors import ClosureError, TargetError
 from kronfac.model.nested import Ref, as_plain, map_leaves, tensors_of
-from kronfac.model.own_pass import mixed
-from kronfac.model.side_effects import Buffers, Kept, RandomState, device_of
+from kronfac.model.side_effects import (
+    Buffers,
+    Kept,
+    RandomState,
+    device_of,
+    instead_of_checkpoints,
+    mixed,
+    not_reentrant,
+    register_hooks,
+    remove_hooks,
+)
 from kronfac.objective import JOINED, READERS, Objective, observe
-from kronfac.record.batch import HALF, Function, LossCall, ModelCall, Operation, loss_input
-from kronfac.record.losses import SeenLoss
-from kronfac.record.tape import Tape
+from kronfac.record.batch import HALF, Batch, Function, LossCall, ModelCall, Operation, loss_input
+from kronfac.record.tape import SeenLoss, Tape, assemble
 
 _BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _CASTS = {torch.Tensor.float, torch.Tensor.double, torch.Tensor.to, torch.Tensor.type}
@@ -275,7 +283,7 @@ class Recording(TorchFunctionMode):
         self.record.versions += [(t, t._version) for t in tensors if not t.is_inference()]
 
     def _in_full(self, values: Any) -> Any:
-        """Values without a graph, and none in half precision, which K-FAC's own passes don't take."""
+        """Values without a graph, and cast from half precision to the parameters' dtype."""
 
         def convert(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -289,6 +297,76 @@ class Recording(TorchFunctionMode):
     def _dtype(self) -> torch.dtype:
         """The dtype of the trained parameters."""
         return next(p.dtype for p in self.model.parameters() if p.requires_grad)
+
+
+class ClosureRecording(Recording):
+    """What happens inside a closure."""
+
+    in_closure = True
+
+    def __init__(self, model: nn.Module, objective: Objective, buffers: Buffers) -> None:
+        arrived: dict[SeenLoss, Tensor] = {}
+
+        def arrive(seen: SeenLoss, gradient: Tensor) -> None:
+            arrived[seen] = arrived[seen] + gradient if seen in arrived else gradient
+
+        super().__init__(model, objective, buffers, arrive)
+        self._arrived = arrived
+
+    def batch(self) -> Batch:
+        """The mini-batch of the closure.
+
+        Raises:
+            ClosureError: the model was not called, or its inputs were changed afterwards.
+        """
+        changed = ClosureError(
+            "The closure changed inputs or targets in place after it had called the model with them, "
+            "but KFAC goes through the same examples again. Use a new tensor for every call."
+        )
+        losses = {seen: self._arrived.get(seen) for seen in self.losses}
+        batch = assemble(losses, [self.record], self.objective, changed)
+        if batch is None:
+            raise ClosureError(
+                f"The closure never called the model ({type(self.model).__name__}) with gradients "
+                "enabled, so there is nothing to take a step from. Call the model that KFAC was "
+                "given, in the closure; what it returns may be tensors, containers, or dataclasses of them."
+            )
+        return batch
+
+
+@contextmanager
+def record(
+    model: nn.Module, objective: Objective, buffers: Buffers | None = None
+) -> Iterator[ClosureRecording]:
+    """Record everything that this thread does with the model and losses, inside this context.
+
+    `buffers` are the model's, or those of the module inside it if it is compiled.
+    """
+    own: nn.Module = getattr(model, "_orig_mod", model)
+    recording = ClosureRecording(model, objective, Buffers(own) if buffers is None else buffers)
+    recording.paths = {module: path for path, module in _modules(model)}
+    with ExitStack() as stack:
+        for module in recording.paths:
+            hooks = register_hooks(module, recording.before_model, recording.after_model)
+            stack.callback(remove_hooks, hooks)
+        stack.enter_context(instead_of_checkpoints(not_reentrant))
+        stack.enter_context(recording)
+        yield recording
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The model and the modules in it that have something to train, each once.
+
+    Not those inside of compiled ones, which a hook would make the compiler compile again.
+    """
+    compiled: tuple[str, ...] = ()
+    for path, module in model.named_modules():
+        idle = path and not any(p.requires_grad for p in module.parameters())
+        if idle or path.startswith(compiled) or isinstance(module, torch.jit.ScriptModule):
+            continue
+        yield path, module
+        if is_compiled(module):
+            compiled += (f"{path}." if path else "",)
 
 
 def is_compiled(module: nn.Module) -> bool:

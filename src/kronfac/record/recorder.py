@@ -23,9 +23,8 @@ from kronfac.model.nested import tensors_of
 from kronfac.model.side_effects import Buffers, register_hooks
 from kronfac.objective import Objective
 from kronfac.record.batch import Batch, ModelCall
-from kronfac.record.losses import SeenLoss, assemble
 from kronfac.record.mode import Recording, is_compiled
-from kronfac.record.tape import Record, new_key
+from kronfac.record.tape import Record, SeenLoss, assemble, new_key
 
 
 @dataclass
@@ -45,9 +44,11 @@ class Since:
     forwards_without_gradients: int = 0
     detached: int = 0
     """Calls of the loss with tensors that have no graph."""
+    unread: str = ""
+    """The operation that ended the way from a loss call back to the model; none if no call ended there."""
 
     def copy(self) -> "Since":
-        """One that stays as it is."""
+        """A copy that later passes do not change."""
         return replace(self, losses=dict(self.losses), outputs=dict(self.outputs))
 
 
@@ -71,7 +72,7 @@ class Recorder:
         self._running = _Running()
         self._paused = 0
         self._stepped: list[tuple[TensorWeakRef, int]] = []
-        """The gradients that the last step went by, with their versions."""
+        """The gradients that the last step used, with their versions."""
         self.handles = [
             *register_hooks(model, self._before_model, self._after_model),
             *register_hooks(objective.module, self._before_loss, self._after_loss),
@@ -131,8 +132,8 @@ class Recorder:
             raise LoopError(zeroed(who))
         changed = LoopError(
             "Inputs or targets were changed in place after the model or the loss was called with them, but "
-            f"{who}.step goes through the same examples again. Use a new tensor for every call, or call "
-            "step() before you change them."
+            f"{who}.step() runs the model on the same examples again. Use a new tensor for every call, or "
+            "call step() before you change them."
         )
         batch = assemble(self.since.losses, list(self.since.outputs), self.objective, changed)
         if batch is None and not (grads and zeros):
@@ -146,10 +147,10 @@ class Recorder:
         model, since = type(self.model).__name__, self.since
         if gradients:
             return LoopError(
-                f"{who}.step() found gradients, but has not seen the call of the model ({model}) that they "
-                f"are of since the last step. Call the model that {who} was given itself (if it is "
-                f"compiled, give {who} the compiled one), and step() once after each backward(); for parts "
-                "of a model, use a closure: step(closure)."
+                f"{who}.step() found gradients, but it has not seen the call of the model ({model}) that "
+                f"produced them since the last step. Call the model that {who} was given (if you call a "
+                f"compiled model, give {who} that one), and step() once after each backward(). If you call "
+                "parts of the model, pass a closure: step(closure)."
             )
         if since.detached:
             return LoopError(
@@ -160,7 +161,7 @@ class Recorder:
             )
         return LoopError(
             f"{who}.step() needs a forward and a backward pass since the last step, but no backward pass "
-            f"has come to the outputs of the model ({model}). It was called {since.forwards} times, and "
+            f"has reached the outputs of the model ({model}). It was called {since.forwards} times, and "
             f"{since.forwards_without_gradients} times without gradients. Call the model that {who} was "
             "given (a copy if the optimizer was copied or unpickled: optimizer.model), outside of "
             "torch.no_grad() and torch.inference_mode(), and loss.backward() before step()."
@@ -169,13 +170,20 @@ class Recorder:
     def _missing_loss(self) -> LoopError:
         """The error of a step whose loss was not recorded, so that it can't be computed elsewhere."""
         given = type(self.objective.module).__name__
+        needs = "KFAC.step() needs the loss that backward() was called on, to judge its steps. "
+        if unread := self.since.unread:
+            return LoopError(
+                f"{needs}It can't follow how the argument of the {given} was computed from the outputs of "
+                f"the model ({type(self.model).__name__}): in a loop without a closure it reads operations "
+                f"from autograd's graph, and it can't read {unread}. Move that operation into the model's "
+                "forward, or pass a closure, in which every operation is recorded: optimizer.step(closure)."
+            )
         return LoopError(
-            "KFAC.step() needs the loss that backward() was called on, to tell a good step from a bad one. "
-            f"In a loop without a closure it records calls of the {given} object that KFAC was given, with "
-            "the model's outputs or what can be traced back to them; there was none. Call the same object, "
-            f"not a function or another {given}: KFAC(model, loss_fn), then loss_fn(model(x), y)"
-            ".backward(). Or pass a closure, in which every loss is recorded: optimizer.step(closure). "
-            "Where a framework writes it, do not accumulate gradients: then functions are recorded too."
+            f"{needs}In a loop without a closure it records calls of the {given} object that KFAC was "
+            "given, with outputs of the model; there was none. Call the same object, not a function or "
+            f"another {given}: KFAC(model, loss_fn), then loss_fn(model(x), y).backward(). Or pass a "
+            "closure, in which every loss is recorded: optimizer.step(closure). Lightning passes "
+            "one unless it accumulates gradients."
         )
 
     # ------------------------------------------------------------------------------------ forward pass
@@ -228,6 +236,7 @@ class Recorder:
                 recording.record.mixed = any(record.mixed for record in sources)
                 recording.enter()
             else:
+                self.since.unread = recording.tape.unread or self.since.unread
                 recording = None
                 given = tensors_of((args, kwargs))
                 self.since.detached += all(t.grad_fn is None for t in given)

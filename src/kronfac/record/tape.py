@@ -1,14 +1,12 @@
-"""The tensors that recorded calls have computed, and operations between them, read from torch's graph.
+"""What recorded calls have computed, and the mini-batch that they make.
 
 A tensor is known for as long as the user's code holds on to it: weak references keep no graph and no
-activations. Nodes of the graph know it too. In a loop without a closure nothing records the operations
-between the model and the loss, such as `logits[:, :-1].reshape(-1, V)`. The nodes say which they were, as
-long as each has one input that leads to the model, and only constants beside it.
+activations. Nodes of the graph know it too: in a loop without a closure, operations between the model and
+the loss are read from them (`graph.py`).
 """
 
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -16,21 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kronfac.model.nested import Ref, map_leaves
-from kronfac.record.batch import HALF, Function, Operation, Step
+from kronfac.errors import KronfacError, UnsupportedLossError
+from kronfac.model.nested import Ref, map_leaves, refs_of
+from kronfac.objective import Objective
+from kronfac.record.batch import HALF, Batch, LossCall, ModelCall, Operation, Pass, Step
+from kronfac.record.graph import ALIAS, Call, cast, read_node
 
 MOST = 32
 """Operations between the model and the loss that are followed."""
-ALIAS = "AliasBackward0"
-"""The node of what `as_subclass`, or the constructor of a class of tensors, makes of a tensor. Torch shows
-these to no `TorchFunctionMode`."""
 KEY = "kronfac"
 """Under which the nodes of the graph keep entries for the tensors that they have computed."""
 
 new_key = count().__next__
-
-Call = tuple[Function, tuple[Any, ...]]
-"""A function and its arguments after the first one."""
 
 
 @dataclass(eq=False)
@@ -52,10 +47,40 @@ class Record:
         return [*(one for source in self.sources for one in source.whole()), self]
 
 
-def steps_of(records: Iterable[Record]) -> list[Step]:
-    """The steps of several records, each once; a step comes after those that it depends on."""
-    steps = {id(step): step for one in records for part in one.whole() for step in part.own}
-    return sorted(steps.values(), key=lambda step: step.outputs[-1])
+@dataclass(eq=False)
+class SeenLoss:
+    """A loss call, and the steps that lead to it."""
+
+    call: LossCall
+    """With its value, but None if the outputs were declared with `kronfac.observe`."""
+    number: int
+    """Its place among other losses."""
+    record: Record
+    outside: dict[int, torch.Size] = field(default_factory=dict)
+    """Shapes, by id, of leaves that it depends on, that require a gradient and are not the model's."""
+
+    def with_factor(self, arrived: Tensor | None) -> LossCall | None:
+        """The call with its factor in the objective: the gradient that arrived at it; None if none did."""
+        value = self.call.value
+        if value is None:
+            return self.call
+        if arrived is None:
+            return None
+        factor: float | Tensor = arrived
+        if not arrived.is_cuda:
+            least = float(arrived.min())
+            if arrived.dim() == 0:
+                factor = least
+            if least < 0:
+                raise UnsupportedLossError(
+                    "KFAC needs losses that are minimised; one of those that were called enters "
+                    f"the objective with the factor {least:g}, which has no positive curvature. Leave it "
+                    "out, or declare the terms that are minimised with kronfac.observe."
+                )
+        terms = self.call.terms
+        # A loss without a reduction: the gradient at each element is its weight.
+        own = terms.weighed_by(arrived) if arrived.dim() else terms.scaled(factor)
+        return replace(self.call, terms=own, value=(value * arrived).sum(), factor=factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +108,8 @@ class Tape:
         self.record = Record()
         self.outside: dict[int, Tensor] = {}
         """Leaves that require a gradient and are not the model's, by id."""
+        self.unread = ""
+        """A node of the graph that could not be read."""
         self._indices = indices
         self._key = new_key() if key is None else key
         self._trained = {id(p) for p in model.parameters() if p.requires_grad}
@@ -119,8 +146,9 @@ class Tape:
             if start is not None:
                 return self._replay(tensor, start, calls)
             if node.name() != ALIAS:
-                call = _read(node, number) if read else None
+                call = read_node(node, number) if read else None
                 if call is None:
+                    self.unread = node.name()
                     return None
                 calls.append(call)
             node, number = node.next_functions[0]
@@ -130,7 +158,7 @@ class Tape:
         """Know a tensor that these calls, of which the last was the first, have computed."""
         index, source = start.index, start.record
         for function, args in reversed(calls):
-            if source.mixed and function is _cast and args[1] in (*HALF, torch.float32):
+            if source.mixed and function is cast and args[1] in (*HALF, torch.float32):
                 continue  # in K-FAC's own passes there is no half precision to cast from
             given, index = index, next(self._indices)
             self.record.own.append(Operation(function, (Ref(given), *args), {}, (index,)))
@@ -179,100 +207,107 @@ class Tape:
         return lost
 
 
-# ------------------------------------------------------------------------------- nodes of the graph
+# ---------------------------------------------------------------------------------------- assembly
 
 
-def _read(node: Any, number: int) -> Call | None:
-    """The function that a node of the graph has computed; None if it can't be read."""
-    inputs = node.next_functions
-    if not inputs or any(other is not None for other, _ in inputs[1:]):
+def assemble(
+    losses: Mapping[SeenLoss, Tensor | None],
+    others: Sequence[Record],
+    objective: Objective,
+    changed: KronfacError,
+) -> Batch | None:
+    """The mini-batch of loss calls; without any, the calls of the model with the loss given to KFAC.
+
+    Args:
+        losses: with the gradients that arrived at them.
+        others: calls of the model, which count if there are no losses.
+        objective: the loss that KFAC was given.
+        changed: the error to raise if inputs or targets were written to since.
+
+    Returns:
+        None if there is neither.
+    """
+    seen = sorted(losses, key=lambda one: one.number)
+    records = [one.record for one in seen] or others
+    versions = (pair for one in records for part in one.whole() for pair in part.versions)
+    if any(tensor._version != version for tensor, version in versions):
+        raise changed
+    steps = _steps_of(records)
+    if not steps:
         return None
-    name = node.name()
-    try:
-        if name in _READERS:
-            return _READERS[name](node, number)
-        if name in _BY_ARGUMENTS:
-            function, *saved = _BY_ARGUMENTS[name]
-            args = tuple(_argument(getattr(node, f"_saved_{key}")) for key in saved)
-            return (_nth, (function, args, number)) if function in _SEVERAL else (function, args)
-    except (AttributeError, RuntimeError):  # a saved tensor is gone, or has been written to
-        pass
-    return None
+    mixed = any(one.mixed for one in records)
+    calls = [call for one in seen if (call := one.with_factor(losses[one])) is not None]
+    if not calls:
+        return Batch(_declare(steps, objective), seen=False, assumed=True, mixed=mixed)
+    complete = all(call.function is not None for call in calls)
+    outside = {key: shape for one in seen for key, shape in one.outside.items()}
+    return Batch(_group(steps, calls), complete, mixed=mixed, outside=tuple(outside.values()))
 
 
-def _argument(saved: Any) -> Any:
-    """An argument of a function, as its node has saved it."""
-    if saved is None or (isinstance(saved, Tensor) and saved.requires_grad):
-        raise AttributeError
-    if isinstance(saved, Tensor):
-        return saved.detach()
-    if isinstance(saved, tuple):
-        return tuple(map(_argument, saved))
-    # Negative numbers are saved without their sign.
-    return saved - 2**64 if type(saved) is int and saved >= 2**63 else saved
+def _group(steps: Sequence[Step], losses: Sequence[LossCall]) -> tuple[Pass, ...]:
+    """One pass for every set of loss calls that share a call of the model."""
+    producers = _producers(steps)
+    passes: list[tuple[set[int], list[LossCall]]] = []
+    for loss in losses:
+        needed, together = _needed(steps, [loss.input], producers), [loss]
+        for other in [p for p in passes if p[0] & needed]:
+            passes.remove(other)
+            needed, together = needed | other[0], other[1] + together
+        passes.append((needed, together))
+    return tuple(
+        Pass(tuple(steps[n] for n in sorted(needed)), tuple(together))
+        for needed, together in passes
+    )
 
 
-def _nth(tensor: Tensor, function: Function, args: tuple[Any, ...], number: int) -> Tensor:
-    part: Tensor = function(tensor, *args)[number]
-    return part
+def _declare(steps: Sequence[Step], objective: Objective) -> tuple[Pass, ...]:
+    """Passes whose loss was not recorded: the curvature of KFAC's loss at the model's outputs.
+
+    If parts of the model were called, at the outputs of those that no other part uses.
+    """
+    producers = _producers(steps)
+    calls = {n: step for n, step in enumerate(steps) if isinstance(step, ModelCall)}
+    sources = {n: _needed(steps, refs_of((c.args, c.kwargs)), producers) for n, c in calls.items()}
+    passes = []
+    for n, call in calls.items():
+        if any(n in others for others in sources.values()):
+            continue
+        # A number is no prediction: models that compute their own loss return it first.
+        outputs = list(zip(call.outputs, call.shapes, strict=True))
+        prediction, shape = next((pair for pair in outputs if len(pair[1])), outputs[0])
+        own = tuple(steps[i] for i in sorted({n} | sources[n]))
+        passes.append(Pass(own, (LossCall(prediction, objective.declare(shape)),)))
+    if not objective.mean:
+        return tuple(passes)
+    # Each call is a micro-batch of the same objective.
+    total = sum(part.examples for part in passes)
+    return tuple(
+        Pass(part.steps, (part.losses[0].scaled(part.examples / total),)) for part in passes
+    )
 
 
-def _cast(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return tensor.to(device, dtype)
+def _steps_of(records: Iterable[Record]) -> list[Step]:
+    """The steps of several records, each once; a step comes after those that it depends on."""
+    steps = {id(step): step for one in records for part in one.whole() for step in part.own}
+    return sorted(steps.values(), key=lambda step: step.outputs[-1])
 
 
-def _read_view(node: Any, number: int) -> Call:
-    shape = node._input_metadata[number].shape
-    # The first dimension is open, so that it holds for some of the examples too.
-    return torch.reshape, ((-1, *shape[1:]) if len(shape) else (),)
+def _producers(steps: Sequence[Step]) -> dict[int, int]:
+    """For the index of every tensor, the number of the step that computes it."""
+    return {
+        index: n
+        for n, step in enumerate(steps)
+        for index in step.outputs + (step.losses if isinstance(step, ModelCall) else ())
+    }
 
 
-def _read_cast(node: Any, number: int) -> Call:
-    made = node._input_metadata[number]
-    return _cast, (made.device, made.dtype)
-
-
-def _read_slice(node: Any, number: int) -> Call:
-    bounds = slice(*map(_argument, (node._saved_start, node._saved_end, node._saved_step)))
-    dim, whole = _argument(node._saved_dim), len(node._saved_self_sym_sizes)
-    return operator.getitem, ((*(slice(None),) * (dim % whole), bounds),)
-
-
-def _read_index(node: Any, number: int) -> Call:
-    picked = (slice(None) if index is None else index for index in node._saved_indices)
-    return operator.getitem, (tuple(picked),)
-
-
-_READERS: dict[str, Callable[[Any, int], Call]] = {
-    "ViewBackward0": _read_view,
-    "UnsafeViewBackward0": _read_view,
-    "ReshapeAliasBackward0": _read_view,
-    "SliceBackward0": _read_slice,
-    "IndexBackward0": _read_index,
-    "ToCopyBackward0": _read_cast,
-}
-_BY_ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "SelectBackward0": (torch.select, "dim", "index"),
-    "TransposeBackward0": (torch.transpose, "dim0", "dim1"),
-    "PermuteBackward0": (torch.permute, "dims"),
-    "TBackward0": (torch.t,),
-    "SqueezeBackward0": (torch.squeeze,),
-    "SqueezeBackward1": (torch.squeeze, "dim"),
-    "SqueezeBackward2": (torch.squeeze, "dim"),
-    "UnsqueezeBackward0": (torch.unsqueeze, "dim"),
-    "SplitBackward0": (torch.split, "split_size", "dim"),
-    "UnbindBackward0": (torch.unbind, "dim"),
-    "CloneBackward0": (torch.clone,),
-    "MulBackward0": (torch.mul, "other"),
-    "DivBackward0": (torch.div, "other"),
-    "MeanBackward1": (torch.mean, "dim", "keepdim"),
-    "SumBackward1": (torch.sum, "dim", "keepdim"),
-    "LogSoftmaxBackward0": (torch.log_softmax, "dim"),
-    "SoftmaxBackward0": (torch.softmax, "dim"),
-    "SigmoidBackward0": (torch.sigmoid,),
-    "TanhBackward0": (torch.tanh,),
-    "ExpBackward0": (torch.exp,),
-}
-"""By the names of the graph's nodes: a function, and the names that its arguments are saved under."""
-_SEVERAL = {torch.split, torch.unbind}
-"""Functions with several results."""
+def _needed(steps: Sequence[Step], wanted: Iterable[int], producers: dict[int, int]) -> set[int]:
+    """The numbers of the steps that compute these tensors."""
+    needed: set[int] = set()
+    stack = list(wanted)
+    while stack:
+        number = producers[stack.pop()]
+        if number not in needed:
+            needed.add(number)
+            stack += refs_of((steps[number].args, steps[number].kwargs))
+    return needed

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from kronfac.curvature import ApproximateInverse
 from kronfac.distributed import OwnPart, Portion, World, fingerprint, gather_parts
 from kronfac.groups import PerParameter
-from kronfac.linearize import can_be_explicit
 from kronfac.linearize.by_hand import pass_by_hand
 from kronfac.model import Network, RandomState, refuse_changes
-from kronfac.model.own_pass import Context
+from kronfac.model.side_effects import Context
 from kronfac.record import Batch, MiniBatchClosure, Recorder, record
 from kronfac.record.discovery import chain_network, discover
 from kronfac.record.examples import check_examples
@@ -84,7 +83,7 @@ def evaluate_closure(
         network: the units that are trained.
         weight_decay: η.
         inverse: how the curvature is inverted.
-        callers: the context that the closure is called in, see `model/own_pass.py`.
+        callers: the context that the closure is called in, see `model/side_effects.py`.
 
     Raises:
         ClosureError: it did not do what a step needs.
@@ -282,7 +281,6 @@ def _own_part(evaluation: Evaluation, iteration: int, averaged: bool | None) -> 
         loss=float(evaluation.loss),
         recorded_loss=0.0 if seen is None else float(seen),
         weight=evaluation.resolution / torch.finfo(network.dtype).eps,
-        explicit=float(can_be_explicit(network, batch)),
         network=float(zlib.crc32(description.encode())),
         parameters=fingerprint(network.parameters) if iteration == 1 else 0.0,
         gradient=fingerprint(gradients) if averaged is None else 0.0,

@@ -41,7 +41,7 @@ class Stepping(Protocol):
     _left_out: set[int]
     """The ids of trainable parameters that are in no group."""
     _warned: set[str]
-    """Kinds of warnings by `check` that were shown."""
+    """Kinds of warnings that were shown."""
     _wrapped: bool | None
     """Whether something averages gradients over ranks, as DistributedDataParallel does; None if that is
     not known yet."""

@@ -151,14 +151,23 @@ class Evaluation:
         return self.numbers.resolution
 
     def scaled(self, factor: float) -> "Evaluation":
-        """The evaluation with the recorded losses, of all ranks, times a factor."""
+        """The evaluation with the recorded losses, of all ranks, times a factor.
+
+        What a closure returned stays; the loss of a loop is the sum of the recorded ones.
+        """
+        if factor == 1:
+            return self
         portion = self.portion
         recorded = None if portion.recorded_loss is None else portion.recorded_loss * factor
         portion = replace(portion, recorded_loss=recorded, weight=portion.weight * factor)
-        return replace(self, batch=self.batch.scaled(factor), portion=portion)
+        scaled = replace(self, batch=self.batch.scaled(factor), portion=portion)
+        if self.reevaluate is not None or (loss := scaled.recorded_loss) is None:
+            return scaled
+        return replace(scaled, loss=loss, returned_loss=loss)
 
+    @cached_property
     def gradient(self) -> Matrices:
-        """∇h, the weight decay's ηθ included.
+        """∇h, the weight decay's ηθ included; a validation does not need its memory.
 
         A unit that this mini-batch left without a gradient has zeros, without weight decay.
 
@@ -167,7 +176,11 @@ class Evaluation:
         """
         if self.matrices is not None and not self.weight_decay:
             return self.matrices
-        self.check_gradient()
+        if len(self.without_gradient) == len(self.network.units):
+            raise ClosureError(
+                f"The closure left no gradient in {self.network.units[0].name!r} nor in any other trained "
+                "parameter: it has to call backward() on a loss that depends on them."
+            )
         gradients = []
         for n, unit in enumerate(self.network.units):
             given = [self.gradient_of(p) for p in unit.parameters]
@@ -188,14 +201,6 @@ class Evaluation:
             else:
                 gradients.append(unit.join(grads))
         return tuple(gradients)
-
-    def check_gradient(self) -> None:
-        """Raise a `ClosureError` if no unit has a gradient."""
-        if len(self.without_gradient) == len(self.network.units):
-            raise ClosureError(
-                f"The closure left no gradient in {self.network.units[0].name!r} nor in any other trained "
-                "parameter: it has to call backward() on a loss that depends on them."
-            )
 
     @cached_property
     def without_gradient(self) -> set[int]:
@@ -286,23 +291,9 @@ class Evaluation:
         weighted = tuple(self.weight_decay.times(parameters, parts))
         return float(dot(parameters, weighted) + dot(parts, weighted) / 2)
 
-
-@dataclass(frozen=True)
-class Point:
-    """An evaluation with its gradient, which takes memory that a validation can do without."""
-
-    evaluation: Evaluation
-    gradient: Matrices
-    """∇h, weight decay included."""
-
-    @classmethod
-    def of(cls, evaluation: Evaluation) -> "Point":
-        """With the gradient that the closure left, summed over all ranks."""
-        return cls(evaluation, evaluation.gradient())
-
     def check_finite(self, curvature: Curvature) -> None:
         """Raise `RefusedError` with the first cause of non-finite numbers, if there is one."""
-        loss, units = self.evaluation.loss, self.evaluation.network.units
+        loss, units = self.loss, self.network.units
         if not bool(loss.isfinite()):
             raise RefusedError(f"The loss is {float(loss)}.", EventKind.NONFINITE_LOSS)
         for unit, V in zip(units, self.gradient, strict=True):
@@ -326,7 +317,7 @@ def _loss(network: Network, batch: Batch, delta: Matrices) -> Tensor:
     parts: list[Tensor] = []
     others = []
     for part in batch.passes:
-        outputs = outputs_at(network, part, delta)
+        outputs = None if network.convolutional else outputs_at(network, part, delta)
         if outputs is None:
             others.append(part)
         else:

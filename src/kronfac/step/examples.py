@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,9 +11,17 @@ from kronfac.control import Measurement
 from kronfac.curvature import Curvature, ema_decay
 from kronfac.curvature.estimate import Sample, estimate, head_counts
 from kronfac.errors import RankError
-from kronfac.linearize import Linearizer, can_be_explicit
-from kronfac.record import Batch, Pass, sizes, subsets
-from kronfac.settings import Settings
+from kronfac.linearize import linearize
+from kronfac.record import Batch, sizes, subsets
+from kronfac.settings import (
+    FISHER_FRACTION,
+    LEAST_EXAMPLES,
+    LEAST_ROWS,
+    STATISTICS_FRACTION,
+    First,
+    Intervals,
+    Settings,
+)
 from kronfac.step.evaluation import Evaluation
 from kronfac.step.state import CurrentInverse, State
 
@@ -29,8 +37,6 @@ class CurvatureExamples:
     """S₁."""
     fisher: Batch
     """S₂."""
-    around: Linearizer
-    """How passes over them are made."""
     statistics_total: int
     """Examples of S₁ on all ranks."""
     fisher_total: int
@@ -47,31 +53,39 @@ def choose_examples(
     """S₁ ⊂ S₂: drawn anew in every step, or the first examples [§8]."""
     batch, portion = evaluation.batch, evaluation.portion
     terms = batch.most_terms + portion.terms_elsewhere
-    fractions = settings.intervals.shares(
-        m.examples, terms, convolutional=evaluation.network.convolutional
-    )
+    intervals = settings.intervals
+    fractions = shares(intervals, m.examples, terms, evaluation.network.convolutional)
     if batch.random and not batch.traced:
         # Statistics and J v have to see the same masks, which depend on the examples of a pass.
         fractions = fractions[1], fractions[1]
-    explicit = portion.explicit and can_be_explicit(evaluation.network, batch)
-    if explicit and settings.intervals.statistics_fraction is None:
-        # J v is then a by-product of the statistics, if they are of the same examples.
-        fractions = fractions[1], fractions[1]
     generator = None
-    if not settings.intervals.first_examples:
+    chosen = intervals.statistics_fraction, intervals.fisher_fraction
+    if not any(isinstance(fraction, First) for fraction in chosen):
         # A generator of its own, so that the targets' stream stays as it is; no state to be saved.
         generator = torch.Generator().manual_seed(SUBSET_SEEDS * settings.fisher.seed + m.iteration)
     counts = sizes(m.examples, *fractions)
     S1, S2 = subsets(
         evaluation.network, batch, counts, generator, start=portion.start, total=m.examples
     )
-    around = Linearizer(evaluation.network, keeps=explicit and S1 is S2)
-    return _over_ranks(evaluation, S1, S2, around)
+    return _over_ranks(evaluation, S1, S2)
 
 
-def _over_ranks(
-    evaluation: Evaluation, S1: Batch, S2: Batch, around: Linearizer
-) -> CurvatureExamples:
+def shares(
+    intervals: Intervals, examples: int, terms: int, convolutional: bool
+) -> tuple[float, float]:
+    """τ₁ and τ₂ for a mini-batch of so many examples; its loss has more terms if they are sequences."""
+    least = LEAST_EXAMPLES / examples
+    if not convolutional:
+        least = max(least, LEAST_ROWS / max(terms, examples))
+    least = min(1.0, least)
+    tau_1, tau_2 = intervals.statistics_fraction, intervals.fisher_fraction
+    return (
+        max(STATISTICS_FRACTION, least) if tau_1 is None else tau_1,
+        max(FISHER_FRACTION, least) if tau_2 is None else tau_2,
+    )
+
+
+def _over_ranks(evaluation: Evaluation, S1: Batch, S2: Batch) -> CurvatureExamples:
     """The examples, and where this rank's are among those of all ranks."""
     world = evaluation.world
     terms = [0.0 if S1.weightless else float(n) for n in head_counts(S1.passes).values()]
@@ -85,7 +99,7 @@ def _over_ranks(
     before = [sum(column) for column in zip([0.0] * len(rows[0]), *rows[: world.rank], strict=True)]
     total = [sum(column) for column in zip(*rows, strict=True)]
     heads = [(int(n), int(start)) for n, start in zip(total[2:], before[2:], strict=True)]
-    return CurvatureExamples(S1, S2, around, int(total[0]), int(total[1]), int(before[0]), heads)
+    return CurvatureExamples(S1, S2, int(total[0]), int(total[1]), int(before[0]), heads)
 
 
 def update_curvature(
@@ -99,7 +113,7 @@ def update_curvature(
     network, S1 = evaluation.network, some.statistics
     generator = torch.Generator(device=network.device)
     generator.set_state(before.generator)
-    fisher, memory = settings.fisher, settings.step_rule.long_memory
+    fisher, memory = settings.fisher, None if m.trusted else settings.step_rule.long_memory
     remembered = 1.0 if memory is None else memory.statistics(m)
     decay = ema_decay(m.iteration, fisher.ema_decay, remembered)
     current = before.current
@@ -109,7 +123,7 @@ def update_curvature(
     curvature = estimate(
         Sample(
             S1.passes,
-            lambda part: some.around.for_statistics(cast(Pass, part)),
+            partial(linearize, network),
             factor=m.examples / some.statistics_total,
             nothing=network.unused,
             weightless=S1.weightless,

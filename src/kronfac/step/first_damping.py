@@ -12,7 +12,7 @@ from kronfac.control import ROUNDING
 from kronfac.control.damping import LambdaSearch
 from kronfac.curvature import ApproximateInverse
 from kronfac.errors import out_of_memory
-from kronfac.linearize import Linearizer
+from kronfac.linearize import fisher_gram
 from kronfac.report import Stopwatch
 from kronfac.settings import Settings
 from kronfac.step.evaluation import RefusedError
@@ -22,7 +22,10 @@ from kronfac.step.state import State, initial_gamma
 
 
 def with_first_damping(settings: Settings, proposer: Proposer, before: State) -> tuple[State, int]:
-    """The state with λ₀ and what γ makes of it, and the number of trial steps."""
+    """The state with λ₀ and γ₀, and the number of trial steps, 0 if the rule keeps its own λ."""
+    rule = settings.damping
+    if rule.search is None and not rule.floored and not math.isnan(proposer.measurement.lambda_):
+        return before, 0
     lambda_, trials = first_lambda(proposer, settings.inverse, settings.damping.search)
     damping = replace(before.damping, lambda_=lambda_)
     gamma = initial_gamma(settings, damping, proposer.measurement.weight_decay)
@@ -39,8 +42,8 @@ def first_lambda(
     Raises:
         RefusedError: loss, gradient or statistics are not finite.
     """
-    point, evaluation = proposer.point, proposer.point.evaluation
-    point.check_finite(proposer.curvature)
+    evaluation = proposer.evaluation
+    evaluation.check_finite(proposer.curvature)
     m, curvature = proposer.measurement, proposer.curvature.mean()
     floor = least_by_gradient(proposer)
     start = max(curvature if math.isnan(m.lambda_) else m.lambda_, floor)
@@ -94,13 +97,13 @@ def least_by_gradient(proposer: Proposer) -> float:
 
     F is that of the whole mini-batch: the few examples that have curvature may be missing in S₂.
     """
-    point, evaluation = proposer.point, proposer.point.evaluation
+    evaluation = proposer.evaluation
     if not evaluation.resolution:  # no loss of class probabilities
         return 0.0
-    g, world = point.gradient, evaluation.portion.world
+    g, world = evaluation.gradient, evaluation.world
     try:
-        gram = Linearizer(proposer.network).fisher_gram(evaluation.batch, [g], world=world)
-        found = model_numbers(point, proposer.curvature, [g], gram, proposer.rule.bounded)
+        gram = fisher_gram(proposer.network, evaluation.batch, [g], world=world)
+        found = model_numbers(evaluation, proposer.curvature, [g], gram, proposer.rule.bounded)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise

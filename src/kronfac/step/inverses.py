@@ -70,11 +70,6 @@ class Inverter:
         if self._future is None:
             self._future = in_background(self._work(candidates, _side_stream(self._device)))
 
-    def give_up(self) -> None:
-        """Not to be begun any more; what is under way goes on to its end."""
-        if self._future is not None:
-            self._future.cancel()
-
     @property
     def failure(self) -> Failure | None:
         """Why no γ can be inverted with; with several ranks, that shows in the units of one of them."""

@@ -10,27 +10,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kronfac.control import (
-    Coefficients,
-    Matrix,
-    Measurement,
-    Step,
-    StepRule,
-    StepState,
-    clip_to_objective,
-    clip_to_radius,
-    quadratic_form,
-    refine,
-)
-from kronfac.control.base import inner
+from kronfac.control import Measurement, Step, StepRule, StepState
+from kronfac.control.base import Coefficients, Matrix, inner, quadratic_form
+from kronfac.control.step_rule import clip_to_objective, clip_to_radius, refine
 from kronfac.curvature import Curvature, DampedInverse
 from kronfac.groups import PerParameter
 from kronfac.linalg import OuterProduct, dot, low_rank_pays
-from kronfac.linearize import Linearizer
+from kronfac.linearize import fisher_gram, fisher_product
 from kronfac.model import Matrices, Network
 from kronfac.record import Batch
 from kronfac.report import Stopwatch
-from kronfac.step.evaluation import Point, RefusedError
+from kronfac.step.evaluation import Evaluation, RefusedError
 
 ONE = PerParameter(1.0)
 
@@ -62,13 +52,11 @@ class Proposal:
 class Proposer:
     """Makes a step out of a damped inverse: all that the candidates for γ share."""
 
-    point: Point
+    evaluation: Evaluation
     examples: Batch
     """S₂, which the exact Fisher is taken on."""
     fisher_examples: int
     """Examples of S₂ on all ranks."""
-    around: Linearizer
-    """With what the statistics have kept of J, if they are of the same examples."""
     curvature: Curvature
     """The moving averages."""
     rule: StepRule
@@ -83,15 +71,15 @@ class Proposer:
         Raises:
             RefusedError: something that the step is made of is not finite.
         """
-        point, rule, m = self.point, self.rule, self.measurement
+        evaluation, rule, m = self.evaluation, self.rule, self.measurement
         with self.watch("direction"):
             directions = self._directions(inverse)
         with self.watch("fisher_products"):
             gram = self._fisher_gram(directions)
         with self.watch("step_rule"):
-            found = model_numbers(point, self.curvature, directions, gram, rule.bounded)
+            found = model_numbers(evaluation, self.curvature, directions, gram, rule.bounded)
             if found is None:
-                point.check_finite(self.curvature)
+                evaluation.check_finite(self.curvature)
                 raise RefusedError("The curvature of the step is not finite.")
             Q = found.damped(m.lambda_)
             step = rule.solve(Q, found.slopes, self.state, m)
@@ -105,10 +93,10 @@ class Proposer:
         if rule.cg_steps > 1:
             with self.watch("conjugate_gradients"):
                 delta, change = refine(
-                    delta, point.gradient, self._product, inverse.mv, rule.cg_steps - 1
+                    delta, evaluation.gradient, self._product, inverse.mv, rule.cg_steps - 1
                 )
                 step, momentum = Step(step.coefficients, step.predicted_change + change), delta
-                slope = float(dot(point.gradient, delta))
+                slope = float(dot(evaluation.gradient, delta))
         if rule.bounded:
             # If mini-batches differ, steps from a loss that is rounding error are long and lead anywhere,
             # which examples that are not among these have to pay for. If they don't differ, such a step
@@ -141,18 +129,18 @@ class Proposer:
     @property
     def network(self) -> Network:
         """What is trained."""
-        return self.point.evaluation.network
+        return self.evaluation.network
 
     @property
     def _factor(self) -> float:
         """What the terms of S₂ count: examples of the whole mini-batch over those of S₂."""
-        evaluation = self.point.evaluation
+        evaluation = self.evaluation
         return evaluation.examples / self.fisher_examples
 
     def _fisher_gram(self, directions: Sequence[Matrices]) -> Tensor:
         """v_iᵀ F v_j on S₂."""
-        world = self.point.evaluation.world
-        return self.around.fisher_gram(self.examples, directions, self._factor, world)
+        world = self.evaluation.world
+        return fisher_gram(self.network, self.examples, directions, self._factor, world)
 
     def _directions(self, inverse: DampedInverse) -> list[Matrices]:
         """Δ, and δ₀ with momentum."""
@@ -163,19 +151,19 @@ class Proposer:
 
     def _gradient(self) -> Sequence[Tensor | OuterProduct]:
         """∇h, by its factors where they are known and multiplying these is cheaper [MG15 §8]."""
-        gradient, evaluation = self.point.gradient, self.point.evaluation
+        evaluation = self.evaluation
         if evaluation.factors is None:
-            return gradient
-        triples = zip(self.network.units, gradient, evaluation.factors, strict=True)
+            return evaluation.gradient
+        triples = zip(self.network.units, evaluation.gradient, evaluation.factors, strict=True)
         m = evaluation.examples
         return [factors if low_rank_pays(u.shape, m) else V for u, V, factors in triples]
 
     def _product(self, v: Matrices) -> Matrices:
         """(F + λI + H) v on S₂, H the diagonal matrix of η."""
         m = self.measurement
-        world = self.point.evaluation.world
-        Fv = self.around.fisher_product(self.examples, v, self._factor, world)
-        decay = self.point.evaluation.weight_decay
+        world = self.evaluation.world
+        Fv = fisher_product(self.network, self.examples, v, self._factor, world)
+        decay = self.evaluation.weight_decay
         if not decay.uniform:
             parts = decay.times(self.network.parameters, self.network.split(v))
             Fv = tuple(a + b for a, b in zip(Fv, self.network.join(parts), strict=True))
@@ -185,7 +173,7 @@ class Proposer:
     def model_along(self, delta: Matrices) -> tuple[float, float, float]:
         """∇hᵀδ, M(δ) − M(0) and the curvature share of a step that is none of `propose`'s, for one J v."""
         found = model_numbers(
-            self.point, self.curvature, [delta], self._fisher_gram([delta]), self.rule.bounded
+            self.evaluation, self.curvature, [delta], self._fisher_gram([delta]), self.rule.bounded
         )
         if found is None:
             raise RefusedError("The curvature of the step is not finite.")
@@ -241,16 +229,15 @@ class ModelNumbers:
 
 
 def model_numbers(
-    point: Point,
+    evaluation: Evaluation,
     curvature: Curvature,
     directions: Sequence[Matrices],
     gram: Tensor,
     bounded: bool,
 ) -> ModelNumbers | None:
     """Numbers from the step's one synchronisation; None if some are not finite, the factors included."""
-    evaluation = point.evaluation
     count = len(directions)
-    products = _inner_products(directions, point.gradient)
+    products = _inner_products(directions, evaluation.gradient)
     eta, network = evaluation.weight_decay, evaluation.network
     squares = [] if bounded and not eta else _squares(network)
     apart = [] if eta.uniform else _decay_products(network, directions, eta)
@@ -262,7 +249,7 @@ def model_numbers(
     if not all(map(math.isfinite, numbers)):
         return None
     fisher, rest = numbers[: count**2], numbers[count**2 :]
-    pairs = len(products) // len(point.gradient)
+    pairs = len(products) // len(evaluation.gradient)
     total = [sum(rest[i : len(products) : pairs]) for i in range(pairs)]
     lower = [total[i * (i + 1) // 2 :][: i + 1] for i in range(count)]
     returned, loss = rest[-2:]
@@ -336,6 +323,16 @@ def apply_rates(proposer: Proposer, proposal: Proposal, rates: PerParameter) -> 
     is solved for; where the buffer is a memory of many steps, these count as what they are at lr = 1, or a
     schedule would make the memory shorter.
     """
+    applied = _times_rates(proposer, proposal, rates)
+    lost = proposer.evaluation.lost_to_clipping(applied.delta, applied.slope)
+    if not lost:
+        return applied
+    step = applied.step
+    step = replace(step, predicted_change=step.predicted_change + lost)
+    return replace(applied, step=step, slope=applied.slope + lost)
+
+
+def _times_rates(proposer: Proposer, proposal: Proposal, rates: PerParameter) -> Proposal:
     largest, step = rates.largest, proposal.step
     if rates.uniform and largest == 1:
         return proposal

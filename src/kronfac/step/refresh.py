@@ -18,7 +18,7 @@ from kronfac.curvature.inverse import Piece, usable, without_unusable
 from kronfac.errors import MemoryExhaustedError, NonFiniteError, NotPositiveDefiniteError
 from kronfac.model import Matrices
 from kronfac.report import Event, EventKind
-from kronfac.settings import Settings
+from kronfac.settings import AGE, FIRST_REFRESHES, LONGEST_INTERVAL, Intervals, Settings
 from kronfac.step.inverses import Inverter
 from kronfac.step.proposal import Proposal, Proposer
 from kronfac.step.state import CurrentInverse, Refresh, State
@@ -38,19 +38,20 @@ class Chosen:
     refresh: Refresh | None
     measurement: Measurement
     """With a summary of the factors, if a refresh started in this step."""
+    events: tuple[Event, ...] = ()
+    """What went wrong in the refresh."""
 
 
-def best_proposal(
-    settings: Settings, proposer: Proposer, before: State, events: list[Event]
-) -> Chosen:
+def best_proposal(settings: Settings, proposer: Proposer, before: State) -> Chosen:
     """The proposal with the lowest M(δ) among the candidates for γ [§6.6]."""
-    point, watch, stale = proposer.point, proposer.watch, before.current
+    evaluation, watch, stale = proposer.evaluation, proposer.watch, before.current
     assert before.gamma is not None
     refresh, m = _refresh(settings, proposer, before)
     if stale is not None and (refresh is None or refresh.adoption > m.iteration):
         proposal = proposer.propose(before.gamma.gamma, stale.inverse)
         return Chosen(proposal, (), stale, refresh, m)
     assert refresh is not None
+    events: list[Event] = []
     best: Proposal | None = None
     failure: Exception | None = None
     assert refresh.inverter is not None
@@ -73,20 +74,20 @@ def best_proposal(
         del outcome, proposal
     if best is not None:
         current = CurrentInverse(best.inverse, refresh.iteration, refresh.lambda_)
-        return Chosen(best, refresh.candidates, current, None, m)
+        return Chosen(best, refresh.candidates, current, None, m, tuple(events))
     assert failure is not None
-    point.check_finite(proposer.curvature)
+    evaluation.check_finite(proposer.curvature)
     if stale is None:
         gamma = before.gamma.gamma
-        inverse = plain_inverse(proposer.curvature, gamma, point.gradient)
+        inverse = plain_inverse(proposer.curvature, gamma, evaluation.gradient)
         events.append(
             Event(EventKind.BLOCK_PLAIN, f"The plain gradient is used for all units: {failure}")
         )
         current = CurrentInverse(inverse, refresh.iteration, refresh.lambda_)
-        return Chosen(proposer.propose(gamma, inverse), (), current, None, m)
+        return Chosen(proposer.propose(gamma, inverse), (), current, None, m, tuple(events))
     events.append(Event(EventKind.REFRESH_FAILED, f"The inverse stays as it was: {failure}"))
     proposal = proposer.propose(before.gamma.gamma, stale.inverse)
-    return Chosen(proposal, (), stale, None, m)
+    return Chosen(proposal, (), stale, None, m, tuple(events))
 
 
 def _refresh(
@@ -101,7 +102,7 @@ def _refresh(
     if under_way is not None and not drifted:
         return under_way, m
     last = 0 if current is None else current.iteration
-    if not (current is None or drifted or settings.intervals.refreshes(m.iteration, last)):
+    if not (current is None or drifted or refresh_due(settings.intervals, m.iteration, last)):
         return None, m
     m = replace(
         m,
@@ -111,11 +112,29 @@ def _refresh(
     )
     candidates = settings.gamma.candidates(before.gamma, m)
     # γ has to follow at once if λ has moved far; and without an inverse there is no step.
-    lag = 0 if drifted or current is None else settings.intervals.lag(m.iteration)
+    lag = 0 if drifted or current is None else _lag(settings.intervals, m.iteration)
     curvature = proposer.curvature
-    inverter = Inverter(settings.inverse, curvature, proposer.point.evaluation.world)
+    inverter = Inverter(settings.inverse, curvature, proposer.evaluation.world)
     adoption = m.iteration + lag
     return Refresh(m.iteration, adoption, m.lambda_, candidates, curvature, inverter), m
+
+
+def refresh_due(intervals: Intervals, iteration: int, last: int) -> bool:
+    """Whether the inverse is refreshed at this iteration, the last refresh being at another."""
+    if iteration <= FIRST_REFRESHES:
+        return True
+    if intervals.inverse_interval is not None:
+        return iteration % intervals.inverse_interval == 0
+    return iteration - last >= min(AGE * iteration, LONGEST_INTERVAL)
+
+
+def _lag(intervals: Intervals, iteration: int) -> int:
+    """Iterations from the start of a refresh at this iteration to its use."""
+    if iteration <= FIRST_REFRESHES:
+        return 0
+    if intervals.inverse_interval is None and 2 * intervals.inverse_lag > AGE * iteration:
+        return 0  # it would be out of date by then
+    return intervals.inverse_lag
 
 
 def repair(
@@ -144,7 +163,10 @@ def repair(
                 EventKind.BLOCK_FAILED,
             )
         if piece is None or not usable(piece):
-            piece, kind = plain(curvature, gamma, n, proposer.point.gradient), EventKind.BLOCK_PLAIN
+            piece, kind = (
+                plain(curvature, gamma, n, proposer.evaluation.gradient),
+                EventKind.BLOCK_PLAIN,
+            )
         mended[n] = piece
         events.setdefault(kind, []).append(named)
     said = {

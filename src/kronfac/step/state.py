@@ -53,10 +53,9 @@ class Refresh:
         assert self.inverter is not None
         self.inverter.begin(self.candidates)
 
-    def give_up(self) -> None:
-        """It is not wanted any more."""
-        assert self.inverter is not None
-        self.inverter.give_up()
+
+CHECK_INTERVAL = 100
+"""Iterations from one check of the gradient to the next."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +69,14 @@ class CheckState:
     scales: tuple[float | None, float | None] = (None, None)
     """The factors in the last two comparisons."""
 
-    @property
-    def clips(self) -> bool:
-        """Whether the factor differs from step to step, as clipping makes it."""
+    def due(self, iteration: int, measured: bool) -> bool:
+        """Whether to compare in this step; `measured` if its reduction ratio will be measured."""
         earlier, last = self.scales
-        return earlier is not None and earlier != last
-
-    @property
-    def undecided(self) -> bool:
-        """Whether a factor was found once: the next comparison tells clipping from a factor of the loss."""
-        earlier, last = self.scales
-        return earlier is None and last not in (None, 1.0)
+        clips = earlier is not None and earlier != last
+        # A factor was found once: the next comparison tells clipping from a factor of the loss.
+        undecided = earlier is None and last not in (None, 1.0)
+        first = iteration == 1 or not self.compared
+        return first or not iteration % CHECK_INTERVAL or undecided or (clips and measured)
 
 
 @dataclass(frozen=True)

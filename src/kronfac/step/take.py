@@ -12,23 +12,23 @@ from typing import Any
 import torch
 
 from kronfac.check import NOT_ZEROED_WARNING, check
-from kronfac.control import Pending
+from kronfac.control import NO_MEMORY, Pending
 from kronfac.distributed import World
 from kronfac.groups import PerParameter
 from kronfac.model import Matrices, restore
-from kronfac.model.own_pass import Context, full_precision
+from kronfac.model.side_effects import Context, full_precision
 from kronfac.report import REJECTED_BY, Event, EventKind, StepReport, Stopwatch
 from kronfac.settings import Settings
 from kronfac.step.collect import Scaling, evaluate_closure, evaluate_loop, join_ranks
 from kronfac.step.commit import Snapshot, Stepping, all_or_nothing, uninterrupted
-from kronfac.step.evaluation import Evaluation, Point, RefusedError
+from kronfac.step.evaluation import Evaluation, RefusedError
 from kronfac.step.examples import choose_examples, update_curvature
 from kronfac.step.first_damping import with_first_damping
 from kronfac.step.proposal import ONE, Proposer, apply_rates
 from kronfac.step.refresh import best_proposal
 from kronfac.step.state import State
-from kronfac.step.validation import Validation, compare_average, pending, validate, with_average
-from kronfac.warn import warn
+from kronfac.step.validation import Validation, compare_average, pending, validate
+from kronfac.warn import warn_once
 
 Closure = Callable[[], Any]
 
@@ -101,58 +101,45 @@ class _Attempt:
 
     def __init__(self, optimizer: Stepping, snapshot: Snapshot, callers: Context) -> None:
         self.optimizer, self.snapshot, self.callers = optimizer, snapshot, callers
-        self.settings = optimizer.settings
-        old = optimizer.network
-        self.network = replace(old, learned=old.learned.copy())
-        self.state: State = optimizer._state
+        self.settings, self.state = optimizer.settings, optimizer._state
+        self.network = replace(optimizer.network, learned=optimizer.network.learned.copy())
+        self.weight_decay = PerParameter.of_groups(optimizer.param_groups, "weight_decay")
+        self.rates = PerParameter.of_groups(optimizer.param_groups, "lr")
         self.watch = Stopwatch()
         self._buffers = self.network.buffers.snapshot()
 
     def evaluate(self, closure: Closure | None) -> Evaluation | None:
-        """Loss and gradient at θ; None if there is nothing to take a step from."""
+        """Loss and gradient at θ, checked; None if there is nothing to take a step from."""
         with self.watch("gradient"):
-            return self._evaluate_loop() if closure is None else self._evaluate(closure)
-
-    def evaluate_again(self, closure: Closure) -> Evaluation:
-        """Loss and gradient where a rejected step has come from."""
-        for p in self.network.parameters:
-            p.grad = None  # or the closure would add to them
-        restore(self._buffers)
-        with self.watch("gradient"):
-            return self._evaluate(closure)
-
-    def _evaluate(self, closure: Closure) -> Evaluation:
-        own = evaluate_closure(
-            closure,
-            self.optimizer.model,
-            self.network,
-            weight_decay=self._per_parameter("weight_decay"),
-            inverse=self.settings.inverse,
-            callers=self.callers,
-        )
-        evaluation = self._join_ranks(own)
-        assert evaluation is not None
-        return self._checked(evaluation)
+            if closure is None:
+                return self._evaluate_loop()
+            own = evaluate_closure(
+                closure,
+                self.optimizer.model,
+                self.network,
+                weight_decay=self.weight_decay,
+                inverse=self.settings.inverse,
+                callers=self.callers,
+            )
+            evaluation = self._join_ranks(own)
+            return None if evaluation is None else self._checked(evaluation)
 
     def _evaluate_loop(self) -> Evaluation | None:
-        optimizer = self.optimizer
-        scaling = Scaling.of(optimizer)
+        recorder, scaling = self.optimizer._recorder, Scaling.of(self.optimizer)
         if scaling.scale is not None:
             self.snapshot.keep_gradients()
         own = evaluate_loop(
-            optimizer._recorder,
+            recorder,
             self.network,
-            weight_decay=self._per_parameter("weight_decay"),
+            weight_decay=self.weight_decay,
             inverse=self.settings.inverse,
             scaling=scaling,
         )
         evaluation = self._join_ranks(own)
-        if evaluation is None:
-            return None
-        if optimizer._recorder.since.added_to_old:
-            self._warn_once({"zero_grad": NOT_ZEROED_WARNING})
+        if evaluation is not None and recorder.since.added_to_old:
+            warn_once(self.optimizer._warned, "zero_grad", NOT_ZEROED_WARNING)
             return evaluation
-        return self._checked(evaluation, scaling.unscaled)
+        return None if evaluation is None else self._checked(evaluation, scaling.unscaled)
 
     def _join_ranks(self, own: Evaluation | None) -> Evaluation | None:
         iteration, optimizer = self.state.iteration + 1, self.optimizer
@@ -162,34 +149,32 @@ class _Attempt:
         return evaluation
 
     def _checked(self, evaluation: Evaluation, unscaled: bool = False) -> Evaluation:
-        """The evaluation as the step may take it, by `kronfac.check`."""
+        """The evaluation as the step may take it, by `kronfac.check` if that is due."""
+        batch, gradients = evaluation.batch, self.state.gradients
+        if batch.traced:
+            return evaluation  # the gradient is K-FAC's own
         measures, iteration = self.settings.damping.measures, self.state.iteration + 1
+        measured = measures(iteration) == "own" or measures(iteration + 1) == "next"
+        due = unscaled or gradients.due(iteration, measured)
+        if not (due or evaluation.without_gradient or batch.outside or batch.assumed):
+            return evaluation.scaled(gradients.scale)
         with self.network.buffers.preserved():
             found, gradients = check(
-                evaluation,
-                self.state.gradients,
-                iteration,
-                unscaled=unscaled,
-                measured=measures(iteration) == "own" or measures(iteration + 1) == "next",
-                left_out=self.optimizer._left_out,
+                evaluation, gradients, self.optimizer._left_out, due=due, unscaled=unscaled
             )
         self.state = replace(self.state, gradients=gradients)
-        self._warn_once(found.warnings)
+        for kind, message in found.warnings.items():
+            warn_once(self.optimizer._warned, kind, message)
         return found.evaluation
-
-    def _warn_once(self, messages: dict[str, str]) -> None:
-        for kind, message in messages.items():
-            if kind not in self.optimizer._warned:
-                self.optimizer._warned.add(kind)
-                warn(message)
 
     def validate(self, evaluation: Evaluation) -> Validation:
         """The last step on this mini-batch, before a new one is computed."""
         with self.watch("reduction_ratio"), evaluation.network.buffers.preserved():
             last = validate(self.settings, evaluation, self.state)
         self.state = last.state
-        if last.event is not None and self.optimizer._recorder.since.added_to_old:
-            last = replace(last, event=replace(last.event, advice=REJECTED_BY["gradients"]))
+        if last.events and self.optimizer._recorder.since.added_to_old:
+            advice = REJECTED_BY["gradients"]
+            return replace(last, events=tuple(replace(e, advice=advice) for e in last.events))
         return last
 
     def roll_back(self, evaluation: Evaluation, rejected: Pending, changed: bool) -> None:
@@ -199,19 +184,28 @@ class _Attempt:
         else:
             evaluation.network.move(rejected.delta, -1.0)
 
+    def evaluate_again(self, closure: Closure) -> Evaluation:
+        """Loss and gradient at the parameters that a rejected step started from."""
+        for p in self.network.parameters:
+            p.grad = None  # or the closure would add to them
+        restore(self._buffers)
+        evaluation = self.evaluate(closure)
+        assert evaluation is not None
+        return evaluation
+
     def compute(self, evaluation: Evaluation, outlier: bool) -> Transition | RefusedError:
         """The step from this mini-batch, or why there is none."""
         with self.watch("gradient"):
-            point = Point.of(evaluation)
+            _ = evaluation.gradient  # computed once, and kept
         try:
             with evaluation.network.buffers.preserved():
                 return compute_step(
                     self.settings,
-                    point,
+                    evaluation,
                     self.state,
                     self.watch,
                     outlier=outlier,
-                    rates=self._per_parameter("lr"),
+                    rates=self.rates,
                 )
         except RefusedError as refusal:
             return refusal
@@ -227,14 +221,13 @@ class _Attempt:
                 self.state = replace(self.state, gradients=self.optimizer._state.gradients)
                 self._become(self._report(evaluation, last, causes))
                 return
-            network, report = evaluation.network, outcome.report
-            network = replace(network, placed=network.placement)
+            network = replace(evaluation.network, placed=evaluation.network.placement)
             network.learned.compared = True
-            if self._per_parameter("lr"):  # or nothing moves, not even a zero's sign
+            if self.rates:  # or nothing moves, not even a zero's sign
                 network.move(outcome.delta)
             self.optimizer.network, self.state = network, outcome.state
-            events = () if last.event is None else (last.event,)
-            self._become(replace(report, next_rho=last.rho, events=events + report.events))
+            report = outcome.report
+            self._become(replace(report, next_rho=last.rho, events=(*last.events, *report.events)))
             # Not before: nobody would want the refresh of a step that is not taken.
             if outcome.state.refresh is not None:
                 outcome.state.refresh.begin()
@@ -266,23 +259,20 @@ class _Attempt:
             next_rho=last.rho,
             examples=evaluation.examples,
             seconds=self.watch.seconds,
-            events=(() if last.event is None else (last.event,)) + events,
+            events=(*last.events, *events),
         )
-
-    def _per_parameter(self, key: str) -> PerParameter:
-        return PerParameter.of_groups(self.optimizer.param_groups, key)
 
 
 def compute_step(
     settings: Settings,
-    point: Point,
+    evaluation: Evaluation,
     before: State,
     watch: Stopwatch,
     *,
     outlier: bool = False,
     rates: PerParameter = ONE,
 ) -> Transition:
-    """The step from `point` and the state after it.
+    """The step from this mini-batch and the state after it.
 
     From a mini-batch whose loss is an `outlier`, it is a step for the next one to validate. All is solved
     for a learning rate of 1; the step that is taken, and what is predicted for it, are by `rates`.
@@ -290,20 +280,20 @@ def compute_step(
     Raises:
         RefusedError: loss, gradient, statistics or step are not finite.
     """
-    events: list[Event] = []
-    evaluation = point.evaluation
     m = before.measure(evaluation)
+    memory = None if m.trusted else settings.step_rule.long_memory
+    step_state = before.step
     with watch("reduction_ratio"):
-        step_state = compare_average(settings, evaluation, before.step, m)
+        if memory is not None:
+            step_state = compare_average(memory, evaluation, step_state, m)
     with watch("statistics"):
         some = choose_examples(settings, evaluation, m)
         curvature, current, generator = update_curvature(settings, evaluation, some, before, m)
         before = replace(before, current=current)
     proposer = Proposer(
-        point,
+        evaluation,
         some.fisher,
         some.fisher_total,
-        some.around,
         curvature,
         settings.step_rule,
         step_state,
@@ -311,21 +301,14 @@ def compute_step(
         watch,
     )
     trials = 0
-    rule = settings.damping
-    looks = rule.search is not None or rule.floored or math.isnan(m.lambda_)
-    if m.iteration == 1 and looks:
+    if m.iteration == 1:
         with watch("first_lambda"):
             before, trials = with_first_damping(settings, proposer, before)
         m = before.measure(evaluation)
         proposer = replace(proposer, measurement=m)
-    chosen = best_proposal(settings, proposer, before, events)
+    chosen = best_proposal(settings, proposer, before)
     with watch("step_rule"):
         best = apply_rates(proposer, chosen.proposal, rates)
-        if lost := evaluation.lost_to_clipping(best.delta, best.slope):
-            step = replace(best.step, predicted_change=best.step.predicted_change + lost)
-            best = replace(best, step=step, slope=best.slope + lost)
-    if not evaluation.loss_seen:
-        events.append(_LOSS_NOT_SEEN)
     predicted = best.step.predicted_change
     after = replace(
         chosen.measurement,
@@ -342,9 +325,12 @@ def compute_step(
         # Without re-scaling M may predict a rise, for which ρ ≈ 1 says nothing good.
         after = replace(after, rho=math.nan if predicted > 0 else rho)
         damping = settings.damping.update(damping, after)
+    remembered = NO_MEMORY
+    if memory is not None:
+        theta = evaluation.network.theta() if memory.averages(m) else None
+        remembered = memory.average(step_state.memory, m, theta)
     assert before.gamma is not None
     alpha, *mu = best.step.coefficients
-    memory = settings.step_rule.long_memory
     return Transition(
         delta=best.delta,
         state=State(
@@ -352,7 +338,7 @@ def compute_step(
             generator=generator,
             damping=damping,
             gamma=settings.gamma.update(before.gamma, after),
-            step=with_average(settings, evaluation, replace(step_state, momentum=best.momentum), m),
+            step=replace(step_state, momentum=best.momentum, memory=remembered),
             acceptance=replace(
                 before.acceptance,
                 pending=pending(settings, evaluation, before, best, m, outlier),
@@ -376,7 +362,7 @@ def compute_step(
             memory=1.0 if memory is None else memory.horizon(step_state.memory, m),
             trials=trials,
             seconds=watch.seconds,
-            events=tuple(events),
+            events=chosen.events if evaluation.loss_seen else (*chosen.events, _LOSS_NOT_SEEN),
         ),
     )
 

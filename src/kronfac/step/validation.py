@@ -6,7 +6,7 @@ Pure; θ is rolled back by `take.py` if the step is rejected.
 import math
 from dataclasses import dataclass, replace
 
-from kronfac.control import Kept, Losses, Measurement, Pending, StepState, Verdict
+from kronfac.control import Kept, LongMemory, Losses, Measurement, Pending, StepState, Verdict
 from kronfac.report import REJECTED_BY, Event, EventKind
 from kronfac.settings import Settings
 from kronfac.step.evaluation import Evaluation
@@ -24,7 +24,8 @@ class Validation:
     """See `Verdict`."""
     rejected: Pending | None = None
     """The step to be rolled back."""
-    event: Event | None = None
+    events: tuple[Event, ...] = ()
+    """The rejection."""
     outlier: bool = False
     """Whether the mini-batch itself is an outlier, so that a step from it has to be validated too."""
 
@@ -66,7 +67,7 @@ def _validation(
     after = replace(after, step=replace(state.step, momentum=momentum))
     message = f"The last step is rejected: {verdict.cause}"
     event = Event(EventKind.REJECTED, message, REJECTED_BY[verdict.reason])
-    return Validation(after, verdict.rho, pending, event)
+    return Validation(after, verdict.rho, pending, (event,))
 
 
 def pending(
@@ -94,29 +95,15 @@ def pending(
 
 
 def compare_average(
-    settings: Settings, evaluation: Evaluation, state: StepState, m: Measurement
+    memory: LongMemory, evaluation: Evaluation, state: StepState, m: Measurement
 ) -> StepState:
-    """The step rule's memory after θ̄ was compared with θ on this mini-batch, if it is time to."""
-    memory = settings.step_rule.long_memory
-    if memory is None:
+    """The momentum's memory after θ̄ was compared with θ on this mini-batch, if it is time to."""
+    average = state.memory.average
+    if average is None or not memory.compares(state.memory, m):
         return state
-    remembered = memory.begin(state.memory, m)
-    if remembered.average is not None and memory.compares(remembered, m):
-        m = replace(m, loss=float(evaluation.loss))
-        pairs = zip(remembered.average, evaluation.network.theta(), strict=True)
-        lag = tuple(a - b for a, b in pairs)
-        if math.isfinite(m.loss or 0.0):
-            change = evaluation.change(lag)
-            remembered = memory.compare(remembered, m, change)
-    return replace(state, memory=remembered)
-
-
-def with_average(
-    settings: Settings, evaluation: Evaluation, state: StepState, m: Measurement
-) -> StepState:
-    """The step rule's memory with the θ that the step starts from in θ̄."""
-    memory = settings.step_rule.long_memory
-    if memory is None:
+    loss = float(evaluation.loss)
+    if not math.isfinite(loss):
         return state
-    theta = evaluation.network.theta() if memory.averages(m) else None
-    return replace(state, memory=memory.average(state.memory, m, theta))
+    lag = tuple(a - b for a, b in zip(average, evaluation.network.theta(), strict=True))
+    change = evaluation.change(lag)
+    return replace(state, memory=memory.compare(state.memory, replace(m, loss=loss), change))

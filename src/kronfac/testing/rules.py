@@ -25,10 +25,10 @@ from kronfac.control import (
     DampingState,
     GammaRule,
     Measurement,
-    Rule,
     StepRule,
     StepState,
 )
+from kronfac.control.base import Rule
 from kronfac.errors import StateError
 from kronfac.storage import pack, unpack
 

@@ -337,6 +337,8 @@ class NetworkStepConfig(BenchOptions):
     """CPU threads."""
     networks: tuple[Network, ...] = get_args(Network)
     """Networks of `kronfac race`, and small vision transformers, one with adapters of low rank."""
+    batch: int | None = None
+    """The mini-batch size; None for the race's."""
     warm_up: int = 22
     """Steps before: λ settles in the first twenty, with a measurement of ρ in each."""
     repeats: int = 3
@@ -346,7 +348,13 @@ class NetworkStepConfig(BenchOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(1, repeats=self.repeats, steps=self.steps, warm_up=self.warm_up)
+        at_least(
+            1,
+            repeats=self.repeats,
+            steps=self.steps,
+            warm_up=self.warm_up,
+            batch=self.batch or 1,
+        )
         if not self.networks:
             raise ValueError("--networks needs one or more.")
 
@@ -361,7 +369,7 @@ def network_step_command(config: NetworkStepConfig) -> list[Path]:
         problem = PROBLEMS["vit" if name in VITS else name]
         if name in VITS:
             problem = replace(problem, build=VITS[name])
-        size = problem.batches[-1] or problem.examples
+        size = config.batch or problem.batches[-1] or problem.examples
         console.print(name)
         pair = _against_sgd(partial(problem.make_model, config.seed), problem.loss())
         batches: Any = problem.shuffled(size, config.seed)

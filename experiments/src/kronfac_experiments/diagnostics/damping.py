@@ -21,11 +21,11 @@ from kronfac.control import (
 from kronfac.errors import NonFiniteError, NotPositiveDefiniteError
 from kronfac.groups import PerParameter
 from kronfac.kfac import KFAC
-from kronfac.model.own_pass import full_precision
+from kronfac.model.side_effects import full_precision
 from kronfac.report import Stopwatch
 from kronfac.settings import Settings
 from kronfac.step.collect import evaluate_closure
-from kronfac.step.evaluation import Point, RefusedError
+from kronfac.step.evaluation import Evaluation, RefusedError
 from kronfac.step.state import State
 from kronfac.step.take import compute_step
 
@@ -82,7 +82,6 @@ def damping_sweep(
             inverse=optimizer.settings.inverse,
             callers=callers,
         )
-        point = Point.of(evaluation)
         found = []
         for name, rule in RULES.items():
             settings = replace(
@@ -97,15 +96,15 @@ def damping_sweep(
                 before = replace(
                     optimizer._state, gamma=GammaState(gamma), current=None, refresh=None
                 )
-                found.append(_improvement(name, gamma, settings, point, before))
+                found.append(_improvement(name, gamma, settings, evaluation, before))
     return found
 
 
 def _improvement(
-    name: str, gamma: float, settings: Settings, point: Point, before: State
+    name: str, gamma: float, settings: Settings, evaluation: Evaluation, before: State
 ) -> Improvement:
     try:
-        report = compute_step(settings, point, before, Stopwatch()).report
+        report = compute_step(settings, evaluation, before, Stopwatch()).report
     except (RefusedError, NonFiniteError, NotPositiveDefiniteError):
         nan = math.nan
         return Improvement(name, gamma, nan, nan, nan, nan)
