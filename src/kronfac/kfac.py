@@ -28,7 +28,7 @@ from kronfac.groups import (
     likely_adams_rate,
     parameters_in,
 )
-from kronfac.model import Blocks, Network, remove_hooks
+from kronfac.model import Blocks, Network, find_network, remove_hooks
 from kronfac.objective import is_loss, objective_of
 from kronfac.record import MiniBatchClosure, Recorder
 from kronfac.report import EventWarnings, StepReport, log_events
@@ -374,7 +374,7 @@ class KFAC(torch.optim.Optimizer):
 
     def _network(self, trained: Sequence[nn.Parameter] | None) -> Network:
         """The model with the units of these parameters; None for all that are not frozen."""
-        return Network.of(self._own_model, self.objective, self._blocks, trained)
+        return find_network(self._own_model, self.objective, self._blocks, trained)
 
     def _initial_state(self) -> State:
         weight_decay = PerParameter.of_groups(self.param_groups, "weight_decay")
@@ -383,7 +383,7 @@ class KFAC(torch.optim.Optimizer):
     def _trainable_elsewhere(self) -> set[int]:
         """The ids of parameters that could be trained and are in no group."""
         known = {id(p) for group in self.param_groups for p in group["params"]}
-        return {id(p) for p in self._own_model.parameters() if p.requires_grad} - known
+        return {id(p) for p in self.network.model.parameters() if p.requires_grad} - known
 
 
 def _complete(module: nn.Module) -> bool:

@@ -85,7 +85,7 @@ class Row:
     fallback: bool = False
     """Whether it has a diagonal block, or its uses are not seen."""
     why: str = ""
-    """Why it has no better block, or with the tridiagonal inverse no neighbour before it in a chain."""
+    """Why it has no better block."""
 
     @property
     def count(self) -> int:
@@ -228,8 +228,8 @@ def _plan(network: Network, batch: Batch, settings: Settings, weight_decay: floa
     batch = check_examples(network, batch)
     found = count_passes(discover(network, batch.passes[0]), batch, settings)
     network = found.network
-    chains = find_chains(network, batch.passes[0]) if settings.inverse.couples else None
-    pieces = [piece for piece in chains.pieces if len(piece) > 1] if chains else []
+    chains = find_chains(network, batch.passes[0]) if settings.inverse.couples else []
+    pieces = [piece for piece in chains if len(piece) > 1]
     following = {n: after for piece in pieces for n, after in pairwise(piece)}
     validates = any(settings.damping.measures(k) == "next" for k in FIRST)
     rejects = validates and settings.acceptance.rejection is not None
@@ -258,7 +258,7 @@ def _plan(network: Network, batch: Batch, settings: Settings, weight_decay: floa
             state=unit.parameters[0].element_size() * numbers[n],
             cost=cost_by_unit[n],
             fallback=isinstance(unit.block, DiagonalBlock) or not unit.observed,
-            why=_why(network, unit) or (chains.breaks.get(n, "") if chains else ""),
+            why=_why(network, unit),
         )
         for n, unit in enumerate(network.units)
     ]

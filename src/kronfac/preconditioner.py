@@ -25,7 +25,7 @@ from kronfac.curvature import (
 from kronfac.distributed import World, averages_gradients, inner_model, refuse_distributed
 from kronfac.errors import LoopError, RankError, StateError
 from kronfac.groups import Params, PerParameter, groups_of, parameters_in
-from kronfac.model import Network, dot, remove_hooks
+from kronfac.model import dot, find_network, remove_hooks
 from kronfac.model.side_effects import full_precision
 from kronfac.objective import objective_of
 from kronfac.record import Recorder
@@ -166,7 +166,7 @@ class Preconditioner:
         self._wrapped = averages_gradients(model)
         own = inner_model(model)
         trained = None if params is None else parameters_in(groups_of(params, own))
-        self.network = Network.of(own, objective_of(loss), trained=trained)
+        self.network = find_network(own, objective_of(loss), trained=trained)
         self._recorder = Recorder(
             model, self.network.objective, self.network.parameters, self.network.buffers
         )

@@ -132,7 +132,7 @@ REJECTED_BY = {
         "backward(), or once before several micro-batches."
     ),
 }
-"""What to do about steps that are rejected, by the cause."""
+"""Advice on rejected steps, by the cause."""
 
 LOGGER = logging.getLogger("kronfac")
 _LOUD = {
@@ -141,7 +141,7 @@ _LOUD = {
     EventKind.BLOCK_PLAIN,
     EventKind.OUT_OF_MEMORY,
 }
-"""Kinds that are logged as warnings; others, of which some are told by `EventWarnings`, as information."""
+"""Kinds that are logged as warnings; all others are logged as information."""
 
 
 def log_events(report: StepReport) -> None:

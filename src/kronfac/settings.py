@@ -1,4 +1,4 @@
-"""The choices that a user makes, and what follows from them: when to refresh, on how many examples."""
+"""The choices that a user makes: KFAC's arguments, checked."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -132,7 +132,7 @@ def test_the_rate_of_steps_rises_and_falls_to_zero():
 
 def test_the_rate_of_seconds_goes_by_the_clock(monkeypatch):
     clock = iter([10.0, 12.0, 15.0, 30.0])
-    monkeypatch.setattr("kronfac.whitened_momentum.optimizer.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("kronfac.whitened_momentum.time.monotonic", lambda: next(clock))
     model = network()
     optimizer = WhitenedMomentum(model, 1.0, seconds=10)
     x, y = batches(1)[0]

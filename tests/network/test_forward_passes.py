@@ -324,7 +324,6 @@ CASES = {
         recurrent(num_layers=2, bidirectional=True, dropout=0.3, batch_first=True),
         **label(lambda m: m(SEQUENCES)),
     ),
-    "LSTM, projected": Case(recurrent(proj_size=2), **label(lambda m: m(SEQUENCES))),
     "GRU": Case(recurrent(nn.GRU, batch_first=True), **label(lambda m: m(SEQUENCES))),
     "checkpoint": Case(lambda: Checkpointed(False), **classify(lambda m: m(X))),
     "reentrant checkpoint": Case(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import kronfac
 from kronfac import KFAC, AdaptiveDamping, FixedDamping, LevenbergMarquardtRule
+from kronfac.extend import Acceptance
 from tests.conftest import mlp, normal
 from tests.optimizer.runs import mean_square, too_long_step
 
@@ -79,21 +80,29 @@ def test_the_papers_rho_is_one_more():
 
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_twice_after_a_rejection_in_turn_or_not(in_turn):
+    """On a mini-batch that is always the same, so that noise explains nothing."""
     damping = AdaptiveDamping(settling=20 if in_turn else 3, interval=100)
     optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, damping=damping)
     for _ in range(4):
         assert calls(optimizer, 0) == 1
-    closure = Counted(optimizer, *data(0))
+    x, y = data(0)
+    start = float(LOSS(optimizer.model(x), y).detach())
+    closure = Counted(optimizer, x, y)
     too_long_step(optimizer, closure)
     assert closure.calls == 1
+    assert (optimizer.report.next_rho is not None) == in_turn
+    lambda_ = optimizer.report.lambda_
     assert calls(optimizer, 0) == 2
     assert [event.kind for event in optimizer.report.events] == [kronfac.EventKind.REJECTED]
+    assert optimizer.report.loss == pytest.approx(start)
+    assert optimizer.report.lambda_ == pytest.approx(10 * lambda_)
     assert calls(optimizer, 0) == 1
 
 
-def validated_out_of_turn(jump: float) -> tuple[KFAC, int]:
+def validated_out_of_turn(jump: float, suspicion: float | None = 4.0) -> tuple[KFAC, int]:
     """A run whose 17th mini-batch is `jump` off, and how often the closure was called for it."""
-    damping = AdaptiveDamping(settling=15, interval=100)
+    reject = Acceptance(suspicion=suspicion)
+    damping = AdaptiveDamping(settling=15, interval=100, reject=reject)
     optimizer = KFAC(mlp([4, 6, 3], seed=3), LOSS, damping=damping)
     for k in range(16):
         calls(optimizer, k)
@@ -110,6 +119,12 @@ def test_once_if_it_was_the_mini_batch_and_not_the_step():
     assert optimizer.report.next_rho is not None
     assert not optimizer.report.rejected
     assert calls(optimizer, 17) == 2, "the step from such a mini-batch is validated, and rejected"
+
+
+def test_without_suspicion_no_step_is_validated_out_of_turn():
+    optimizer, count = validated_out_of_turn(30.0, suspicion=None)
+    assert count == 1
+    assert optimizer.report.next_rho is None
 
 
 def test_a_loss_that_is_not_finite_is_not_seen():

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -109,39 +109,24 @@ def without(value: Any, path: Path) -> Any:
     return changed(value, tuple(parents), fewer)
 
 
-def nan_tensors(state: Any) -> Iterator[tuple[Path, Any]]:
-    for path, leaf in leaves(state):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            yield path, changed(state, path, torch.full_like(leaf, math.nan))
+Damage = Callable[[Any], Iterator[tuple[Path, Any]]]
 
 
-def other_shapes(state: Any) -> Iterator[tuple[Path, Any]]:
-    for path, leaf in leaves(state):
-        if isinstance(leaf, Tensor):
-            yield path, changed(state, path, leaf.new_zeros((*leaf.shape, 2)))
+def each_leaf(fits: Callable[[Any], bool], damaged: Callable[[Any], Any]) -> Damage:
+    """States in which one such leaf is damaged."""
+    return lambda state: (
+        (path, changed(state, path, damaged(leaf))) for path, leaf in leaves(state) if fits(leaf)
+    )
 
 
-def other_types(state: Any) -> Iterator[tuple[Path, Any]]:
-    for path, leaf in leaves(state):
-        yield path, changed(state, path, leaf.tolist() if isinstance(leaf, Tensor) else "damaged")
+def is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
 
 
 def missing_entries(state: Any) -> Iterator[tuple[Path, Any]]:
     for path, _ in leaves(state):
         if "candidates" not in path:  # of which there may be any number
             yield path, without(state, path)
-
-
-def other_dtypes(state: Any) -> Iterator[tuple[Path, Any]]:
-    for path, leaf in leaves(state):
-        if isinstance(leaf, Tensor):
-            yield path, changed(state, path, leaf.to(torch.float32))
-
-
-def fewer_dimensions(state: Any) -> Iterator[tuple[Path, Any]]:
-    for path, leaf in leaves(state):
-        if isinstance(leaf, Tensor):
-            yield path, changed(state, path, leaf.sum())
 
 
 def unknown_entries(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -158,21 +143,26 @@ def unknown_entries(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from unknown_entries(state, (*path, index))
 
 
-EVERYWHERE = [
-    nan_tensors,
-    other_shapes,
-    other_types,
-    missing_entries,
-    other_dtypes,
-    fewer_dimensions,
-    unknown_entries,
-]
+EVERYWHERE: dict[str, Damage] = {
+    "NaN": each_leaf(
+        lambda leaf: is_tensor(leaf) and leaf.is_floating_point(),
+        lambda leaf: torch.full_like(leaf, math.nan),
+    ),
+    "another shape": each_leaf(is_tensor, lambda leaf: leaf.new_zeros((*leaf.shape, 2))),
+    "another type": each_leaf(
+        lambda leaf: True, lambda leaf: leaf.tolist() if is_tensor(leaf) else "damaged"
+    ),
+    "another dtype": each_leaf(is_tensor, lambda leaf: leaf.to(torch.float32)),
+    "fewer dimensions": each_leaf(is_tensor, lambda leaf: leaf.sum()),
+    "a missing entry": missing_entries,
+    "an unknown entry": unknown_entries,
+}
 
 
-def all_accepted(optimizer: KFAC, damage: Any, state: Any) -> list[Path]:
+def all_accepted(optimizer: KFAC, damage: str, state: Any) -> list[Path]:
     """The damages that are not seen, of at least one."""
     before, accepted, count = Snapshot.of(optimizer), [], 0
-    for path, damaged in damage(state):
+    for path, damaged in EVERYWHERE[damage](state):
         count += 1
         try:
             optimizer.load_state_dict(damaged)
@@ -195,7 +185,7 @@ def test_damage_is_seen_wherever_it_is(case, damage):
     assert not all_accepted(trained(3, **settings), damage, state)
 
 
-@pytest.mark.parametrize("damage", EVERYWHERE[:-1])
+@pytest.mark.parametrize("damage", [*EVERYWHERE][:-1])
 @pytest.mark.parametrize(
     ("limit", "kind"), [(0, "kronfac.DiagonalMoments"), (512, "kronfac.DenseMoments")]
 )
@@ -419,5 +409,5 @@ def test_a_block_from_outside_is_saved_and_loaded_without_a_word_about_it():
     assert same(other.state_dict(), first.state_dict())
     damaged = edited(state, "curvature", "blocks", 0, "count", value=24)
     refuses(other, damaged, "'0' are for 24 parameters; there are 25")
-    for damage in (nan_tensors, other_types, missing_entries):
+    for damage in ("NaN", "another type", "a missing entry"):
         assert not all_accepted(other, damage, state)

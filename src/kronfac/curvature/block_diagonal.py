@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kronfac.curvature.block import FactoredMoments, InverseCost, Moments, eigh_cost
 from kronfac.curvature.dense import DenseMoments
+from kronfac.curvature.grouped import GroupedKroneckerMoments
 from kronfac.curvature.inverse import ApproximateInverse, Curvature, DampedInverse, Failed, Piece
 from kronfac.curvature.kronecker import Eigen, Eigenbasis, KroneckerMoments, eigen
 from kronfac.curvature.tikhonov import ExactTikhonov, FactoredTikhonov, Tikhonov
@@ -67,6 +68,10 @@ def cost_in_eigenbasis(moments: Moments) -> InverseCost:
     )
 
 
+TOGETHER = (KroneckerMoments, GroupedKroneckerMoments, DenseMoments)
+"""Moments whose matrices are inverted with those of other blocks."""
+
+
 class PreparedBlocks:
     """Blocks that are inverted independently, Kronecker-factored ones optionally in their eigenbases."""
 
@@ -102,7 +107,7 @@ class PreparedBlocks:
             i: block.shifted(gamma, self._tikhonov)
             for i, block in enumerate(self._blocks)
             # Not subclasses, which may have a `damped` of their own.
-            if i not in self._bases and type(block) in (KroneckerMoments, DenseMoments)
+            if i not in self._bases and type(block) in TOGETHER
             if isinstance(block, FactoredMoments)
         }
         if not work:

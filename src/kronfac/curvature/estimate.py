@@ -7,7 +7,6 @@ The blocks receive the inputs ā and the gradients g = ∂(rᵀz)/∂s of every 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kronfac.curvature.block import Average, Block, Moments, Product, Summands
-from kronfac.curvature.fisher import Draws, Fisher, Outputs, draw_seed, with_signs
+from kronfac.curvature.fisher import Fisher, Outputs
 from kronfac.curvature.inverse import Curvature, InverseUpdate, Link
 from kronfac.curvature.kronecker import KroneckerBlock, uses_of
 from kronfac.curvature.taps import Rows, SummedGradient, Tap, Taps
@@ -57,14 +56,14 @@ class Tapped(Protocol):
 
     @property
     def outputs(self) -> Sequence[Tensor]:
-        """z of every loss call, (terms, event)."""
+        """z of every loss call, (terms, event), without a graph."""
 
     @property
     def summed(self) -> bool:
         """Whether for some units only the gradient summed over the examples is known."""
 
     def taps(self, vectors: Sequence[Tensor | None]) -> Sequence[Taps]:
-        """The taps of every unit for rᵀf, one r for each loss call."""
+        """The taps of every unit for rᵀf, one r for each loss call; None stands for r = 0."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,8 @@ def estimate(
         padded = padded and any(map(_has_padding, part.terms))
         signed = not fisher.independent and view.summed
         if signed and seed is None:
-            seed = draw_seed(generator)  # on all ranks, so that their streams stay equal
+            # On all ranks, so that their streams stay equal.
+            seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         for number, vectors in enumerate(fisher.vectors(visit.outputs)):
             if signed and seed is not None and not sample.weightless:
                 vectors = visit.with_signs(vectors, number, seed, sample.examples)  # noqa: PLW2901
@@ -316,17 +316,26 @@ class _Visit:
         for call, (v, (total, start)) in enumerate(zip(vectors, self.terms, strict=True)):
             if v is not None:
                 whole = self.part.apart and len(v) % own == 0
-                place = (own, examples, self.start) if whole else (len(v), total, start)
-                v = with_signs(v, seed, (number, call), place)  # noqa: PLW2901
+                place = (own, self.start, examples) if whole else (len(v), start, total)
+                # A seed for each vector and call: ranks may have different numbers of vectors.
+                v = _with_signs(v, seed + number * len(vectors) + call, *place)  # noqa: PLW2901
             signed.append(v)
         return signed
+
+
+def _with_signs(v: Tensor, seed: int, count: int, start: int, total: int) -> Tensor:
+    """Vectors (terms, event) of `count` of all ranks' `total` examples, each with a random sign."""
+    generator = torch.Generator(v.device).manual_seed(seed)
+    bits = torch.randint(2, (total,), generator=generator, device=v.device)[start : start + count]
+    signs = (2 * bits - 1).to(v.dtype)
+    return v * signs.repeat_interleave(len(v) // count).unsqueeze(-1)
 
 
 def _visits(sample: Sample, fisher: Fisher, generator: torch.Generator) -> Iterator[_Visit]:
     """Every pass with its random numbers, the same for any division into passes and ranks."""
     counts = head_counts(sample.passes)
     places = {head: sample.head(n, own) for n, (head, own) in enumerate(counts.items())}
-    drawn: dict[object, Draws] = {}
+    drawn: dict[object, Tensor | None] = {}
     first = sample.start
     for part in sample.passes:
         view = sample.linearize(part)
@@ -335,13 +344,12 @@ def _visits(sample: Sample, fisher: Fisher, generator: torch.Generator) -> Itera
             head = _head(j, terms)
             total, start = places[head]
             if head not in drawn:
-                # An empty tensor: the function lives until all passes are done.
-                draw = partial(fisher.noise, terms, like=z.new_empty(0))
-                drawn[head] = Draws(draw, total, generator)
-            stop = start + terms.count
-            noise = drawn[head].between(start, min(stop, total))
+                drawn[head] = fisher.noise(terms, total, z, generator)
+            noise, stop = drawn[head], start + terms.count
             if noise is not None and stop > total:  # a weightless rank: any numbers will do
                 noise = noise[:, torch.arange(terms.count, device=z.device) % total]
+            elif noise is not None:
+                noise = noise[:, start:stop]
             apart = max(terms.count // max(part.examples, 1), 1) if part.apart else 1
             outputs.append(Outputs(terms, z, noise, apart))
             numbers.append(places[head])

@@ -7,12 +7,12 @@
 - `EmpiricalFisher`: the training targets. It is not the Fisher, and is said to work worse; one backward
   pass.
 
-A term's random numbers follow from its number among the terms of all ranks (`Draws`). So a step depends
-neither on the division into micro-batches nor on the number of ranks.
+Random numbers are drawn for the terms of all ranks at once, so that a step depends neither on the division
+into micro-batches nor on the number of ranks.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -137,97 +137,3 @@ class EmpiricalFisher(Fisher):
                 )
             scores.append(out.terms.likelihood.score(out.z, out.terms.targets))
         yield scores
-
-
-BLOCK = 1024
-"""Terms whose numbers are drawn at once."""
-
-_WORD = 2**64
-_STEP = 0x9E3779B97F4A7C15
-_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-
-
-class Draws:
-    """The random numbers of all ranks' terms, (draws, terms, …), drawn when they are needed.
-
-    They are drawn in blocks of `BLOCK` terms. A single block comes from the generator itself. Of several
-    blocks, each has its own generator, seeded by one number from the given generator and by the block's
-    number. So a rank draws only the blocks of its own terms, and the given generator stays the same on all
-    ranks.
-
-    Args:
-        draw: from a number of terms and a generator to their numbers; None if none are needed.
-        count: the number of terms on all ranks.
-        generator: in the same state on all ranks.
-    """
-
-    def __init__(
-        self,
-        draw: Callable[..., Tensor | None],
-        count: int,
-        generator: torch.Generator,
-    ) -> None:
-        self._draw, self._count, self._device = draw, count, generator.device
-        self._number, self._block = -1, None  # the last block that was drawn
-        if count <= BLOCK:
-            self._number, self._block = 0, draw(count=count, generator=generator)
-        else:
-            self._seed = draw_seed(generator)
-
-    def between(self, start: int, stop: int) -> Tensor | None:
-        """The numbers of the terms from `start` to before `stop`; quickest in ascending order."""
-        found: list[Tensor] = []
-        for number in range(start // BLOCK, max(stop - 1, start) // BLOCK + 1):
-            block, offset = self._of(number), number * BLOCK
-            if block is None:
-                return None
-            found.append(block[:, max(start - offset, 0) : stop - offset])
-        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
-
-    def _of(self, number: int) -> Tensor | None:
-        if number != self._number:
-            seeded = torch.Generator(self._device).manual_seed(child_seed(self._seed, number))
-            count = min(BLOCK, self._count - number * BLOCK)
-            self._block = self._draw(count=count, generator=seeded)
-            self._number = number
-        return self._block
-
-
-def draw_seed(generator: torch.Generator) -> int:
-    """A seed from a stream of random numbers."""
-    return int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
-
-
-def child_seed(seed: int, number: int) -> int:
-    """Derive a seed in [0, 2⁶³): SplitMix64 after `number` states (Steele, Lea, Flood 2014).
-
-    Seeds of neighbouring numbers differ in half of their bits: torch's CPU generator uses only 32 of them.
-    """
-    z = (seed + (number + 1) * _STEP) % _WORD
-    z = (z ^ (z >> 30)) * _MIX[0] % _WORD
-    z = (z ^ (z >> 27)) * _MIX[1] % _WORD
-    return (z ^ (z >> 31)) >> 1
-
-
-def with_signs(
-    vectors: Tensor, seed: int, key: tuple[int, int], place: tuple[int, int, int]
-) -> Tensor:
-    """The vectors with a random sign for every example, by its number among the examples of all ranks.
-
-    Args:
-        vectors: for the terms of some examples, (terms, event).
-        seed: the same on all ranks.
-        key: the numbers of the vector and of the loss call.
-        place: the number of these examples, the number on all ranks, and the number of the first.
-    """
-    count, total, start = place
-    seed = child_seed(child_seed(seed, key[0]), key[1])
-    generator = torch.Generator(vectors.device).manual_seed(seed)
-    bits = Draws(_bits, total, generator).between(start, start + count)
-    assert bits is not None
-    signs, each = (2 * bits[0] - 1).to(vectors.dtype), len(vectors) // count
-    return vectors * signs.repeat_interleave(each).unsqueeze(-1)
-
-
-def _bits(count: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(2, (1, count), generator=generator, device=generator.device)

@@ -7,17 +7,18 @@ of ā āᵀ over all places of all examples, G_g the sum of g gᵀ over them.
 Layouts: A (groups, columns, columns), G (groups, r, r).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kronfac.curvature.block import Moments, traces
+from kronfac.curvature.block import FactoredMoments, Moments, traces
 from kronfac.curvature.kronecker import FactoredBlock, uses_of
 from kronfac.curvature.taps import GroupedTap, Rows, Taps
 from kronfac.curvature.tikhonov import FactoredTikhonov, Tikhonov
-from kronfac.linalg import batched_inverse, kron
+from kronfac.linalg import kron
 from kronfac.storage import Shapes, Storable
 
 
@@ -48,21 +49,29 @@ class GroupedKroneckerProduct(Storable):
 
 
 @dataclass(frozen=True)
-class GroupedKroneckerMoments(GroupedKroneckerProduct, Moments):
+class GroupedKroneckerMoments(GroupedKroneckerProduct, FactoredMoments):
     """The factors of all groups."""
 
     symmetric: ClassVar[tuple[str, ...]] = ("A", "G")
 
-    def damped(self, gamma: float, tikhonov: Tikhonov) -> GroupedKroneckerProduct:
-        """(A_g + π_g γI)⁻¹ ⊗ (G_g + γ/π_g I)⁻¹, each group with a π of its own.
+    def shifted(self, gamma: float, tikhonov: Tikhonov) -> list[tuple[Tensor, Tensor, str]]:
+        """(A_g + π_g γI) and (G_g + γ/π_g I), each group with a π of its own.
 
         The factored form also replaces the exact one, which would need the eigenvectors of every group.
         """
         rule = tikhonov if isinstance(tikhonov, FactoredTikhonov) else FactoredTikhonov()
         shifts = [rule.shifts(A, G, gamma) for A, G in zip(self.A, self.G, strict=True)]
-        shifts_A, shifts_G = map(torch.stack, zip(*shifts, strict=True))
+        sides = zip("AG", (self.A, self.G), zip(*shifts, strict=True), strict=True)
+        return [
+            (M, shift, f"{side}[{g}]")
+            for side, matrices, own in sides
+            for g, (M, shift) in enumerate(zip(matrices, own, strict=True))
+        ]
+
+    def assembled(self, inverses: Sequence[Tensor]) -> GroupedKroneckerProduct:
+        groups = len(self.G)
         return GroupedKroneckerProduct(
-            batched_inverse(self.A, shifts_A, "A"), batched_inverse(self.G, shifts_G, "G")
+            torch.stack([*inverses[:groups]]), torch.stack([*inverses[groups:]])
         )
 
     def trace(self) -> Tensor:

@@ -40,11 +40,6 @@ class Portion:
     """Whether something averages gradients over the ranks, as DistributedDataParallel does; None if that is
     not known yet."""
 
-    @property
-    def alone(self) -> bool:
-        """Whether there is one process."""
-        return self.world.size == 1
-
 
 HERE = Portion()
 """All of the mini-batch in one process."""

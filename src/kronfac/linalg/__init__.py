@@ -18,7 +18,6 @@ from kronfac.linalg.kronecker_sum import invert_sum as invert_sum
 from kronfac.linalg.parallel import each as each
 from kronfac.linalg.parallel import in_background as in_background
 from kronfac.linalg.spd import Failure as Failure
-from kronfac.linalg.spd import batched_inverse as batched_inverse
 from kronfac.linalg.spd import cholesky as cholesky
 from kronfac.linalg.spd import eigh as eigh
 from kronfac.linalg.spd import inverse as inverse

@@ -99,21 +99,6 @@ def shifted_inverse(A: Tensor, shift: Tensor, name: str = "matrix") -> Tensor:
     return inverted
 
 
-def batched_inverse(matrices: Tensor, shifts: Tensor, name: str = "matrix") -> Tensor:
-    """The inverses of A + shift · I for a batch of matrices (n, size, size), in one call if all exist.
-
-    Raises:
-        NonFiniteError, NotPositiveDefiniteError: one of them does not exist.
-    """
-    shifted = matrices.clone()
-    shifted.diagonal(dim1=-2, dim2=-1).add_(shifts[:, None])
-    L, info = torch.linalg.cholesky_ex(shifted)
-    if _succeeded(L, info):
-        return inverse_from_cholesky(L)
-    # One by one, with float64 and jitter where needed.
-    return torch.stack([inverse(A, f"{name}[{i}]") for i, A in enumerate(shifted)])
-
-
 def shifted_inverses(
     matrices: Sequence[Tensor], shifts: Sequence[Tensor], names: Sequence[str]
 ) -> list[Tensor | Failure]:

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from kronfac.curvature import SummedGradient, Taps
+from kronfac.curvature.estimate import Tapped
 from kronfac.distributed import ALONE, World
 from kronfac.errors import out_of_memory
 from kronfac.linearize.by_hand import ByHand, trace_of
@@ -39,19 +40,8 @@ WRONG_TANGENTS = (
 )
 
 
-class Linearization(Protocol):
+class Linearization(Tapped, Protocol):
     """f, J v and Jᵀ r of one micro-batch."""
-
-    @property
-    def outputs(self) -> Sequence[Tensor]:
-        """The outputs z of every loss call, without a graph."""
-
-    @property
-    def summed(self) -> bool:
-        """Whether some units have only their gradient summed over the examples as taps."""
-
-    def taps(self, vectors: Sequence[Tensor | None]) -> Sequence[Taps]:
-        """The taps of every unit for rᵀf: ā and g of each use, or only Jᵀ r. None stands for r = 0."""
 
     def jvp(self, directions: Sequence[Matrices]) -> list[Tensor]:
         """J v of every loss call, for all directions."""

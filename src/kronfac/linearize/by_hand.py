@@ -288,7 +288,7 @@ class PassByHand(NamedTuple):
     batch: Batch
     """With the trace of the examples, for all further passes."""
     gradient: Matrices
-    """The gradient; the parameters have views of it."""
+    """The gradient by unit."""
     factors: tuple[OuterProduct, ...] | None
     """The gradient as outer products [MG15 §8], if they are kept."""
 
@@ -324,7 +324,7 @@ def pass_by_hand(
     for unit, a, g in trace.backwards(slope):
         V = g.mT @ a
         for parameter, grad in zip(unit.parameters, unit.split(V), strict=True):
-            parameter.grad = grad
+            parameter.grad = grad.contiguous()  # for those who flatten it by view(-1)
         gradient.append(V)
         if keep_factors:
             factors.append(OuterProduct(g, a))

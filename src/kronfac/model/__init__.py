@@ -2,11 +2,11 @@
 
 from kronfac.linalg import Matrices, dot
 from kronfac.model.blocks import Blocks
-from kronfac.model.find import Site, find_units
+from kronfac.model.find import find_network, find_units
 from kronfac.model.functions import SeeFunctions, record_uses
 from kronfac.model.layers.linear import LinearAdapter
-from kronfac.model.network import Learned, Network, refuse_changes
-from kronfac.model.registry import Adapter, Use, register
+from kronfac.model.network import Learned, Network, Unit, refuse_changes
+from kronfac.model.registry import Adapter, Site, Use, register
 from kronfac.model.side_effects import (
     Buffers,
     Kept,
@@ -17,7 +17,6 @@ from kronfac.model.side_effects import (
     restore,
     without_hooks,
 )
-from kronfac.model.unit import Unit
 from kronfac.model.uses import Uses
 
 __all__ = [
@@ -36,6 +35,7 @@ __all__ = [
     "Use",
     "Uses",
     "dot",
+    "find_network",
     "find_units",
     "hooked",
     "record_uses",

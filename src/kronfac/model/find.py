@@ -10,17 +10,10 @@ from torch import nn
 from kronfac.curvature import DiagonalBlock
 from kronfac.errors import UnsupportedModelError
 from kronfac.model.blocks import Blocks
-from kronfac.model.registry import Adapter, Layer, adapter_for, block_of
-from kronfac.model.unit import Unit, refuse_dtypes
-
-
-@dataclass(frozen=True)
-class Site:
-    """A module whose adapter says itself what its parameters are multiplied with."""
-
-    name: str
-    module: nn.Module
-    adapter: Adapter
+from kronfac.model.network import Network, Unit, refuse_dtypes
+from kronfac.model.registry import Adapter, Layer, Site, adapter_for, block_of
+from kronfac.model.side_effects import Buffers
+from kronfac.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -29,6 +22,18 @@ class Found:
 
     units: list[Unit]
     sites: list[Site]
+
+
+def find_network(
+    model: nn.Module,
+    objective: Objective,
+    blocks: Blocks | None = None,
+    trained: Collection[nn.Parameter] | None = None,
+) -> Network:
+    """The model with the units of these parameters; None for all that are not frozen."""
+    blocks = Blocks() if blocks is None else blocks
+    found = find_units(model, blocks, trained)
+    return Network(model, found.units, found.sites, objective, Buffers(model), blocks)
 
 
 def find_units(

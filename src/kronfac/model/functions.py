@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kronfac.model.find import Site
-from kronfac.model.layout import BY_CONVENTION, PLAIN, Elementwise, ExampleDims, Layout
+from kronfac.model.layout import PLAIN, Elementwise, Layout
 from kronfac.model.nested import call_plainly, tensors_of
-from kronfac.model.unit import Unit
+from kronfac.model.network import BY_CONVENTION, ExampleDims, Unit
+from kronfac.model.registry import Site
 from kronfac.model.uses import Uses, Watch
 
 Function = Callable[..., Any]
@@ -196,11 +196,10 @@ def record_uses(
     examples: int,
     *,
     dims: ExampleDims = BY_CONVENTION,
-    keep_sources: bool = False,
     watch: Watch | None = None,
 ) -> Iterator[SeeFunctions]:
     """Record the uses of a forward pass inside this context, see `Uses`."""
-    uses, thread = Uses(units, examples, dims, keep_sources, watch), threading.get_ident()
+    uses, thread = Uses(units, examples, dims, watch), threading.get_ident()
 
     def recorder(site: Site) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:

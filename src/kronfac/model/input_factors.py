@@ -8,7 +8,8 @@ through one eager pass without gradients.
 
 import re
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -23,11 +24,14 @@ from kronfac.linalg.spd import add_gram
 from kronfac.model.functions import OBSERVERS, Function, SeeFunctions
 from kronfac.model.layout import PLAIN, Arrange, Layout
 from kronfac.model.nested import tensors_of
+from kronfac.model.network import MatrixLayout
 from kronfac.model.registry import Layer, adapter_for
 from kronfac.model.side_effects import (
     RandomState,
     device_of,
+    eager_modules,
     full_precision,
+    is_compiled,
     register_hooks,
     remove_hooks,
     replay,
@@ -50,36 +54,9 @@ _RESHAPES = re.compile(
 """Functions after which outputs of a layer still count as such: reshapes, casts, probabilities."""
 
 
-class MatrixLayout(NamedTuple):
-    """How a parameter is read as matrices, (matrices, rows, columns), each multiplied with vectors a."""
-
-    transposed: int = 0
-    """1 if it is stored as (in, out / groups, …), and not as (out, in / groups, …)."""
-    groups: int = 1
-    """Groups of rows with inputs of their own, as in grouped convolutions."""
-    parts: int = 1
-    """Packed matrices with the same inputs, such as queries, keys and values, or the gates of an LSTM."""
-
-    def split(self, t: Tensor) -> Tensor:
-        """Return (matrices, rows, columns) from a tensor in the parameter's shape."""
-        if self.transposed:
-            t = t.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
-        return t.reshape(self.groups * self.parts, len(t) // (self.groups * self.parts), -1)
-
-    def join(self, X: Tensor, shape: torch.Size) -> Tensor:
-        """Return a tensor in the parameter's shape from (matrices, rows, columns)."""
-        if not self.transposed:
-            return X.reshape(shape)
-        apart = X.reshape(self.groups, shape[1], shape[0] // self.groups, *shape[2:])
-        return apart.transpose(1, 2).reshape(shape)
-
-    def size(self, shape: torch.Size) -> tuple[int, int, int]:
-        """Return the numbers of matrices, rows and columns for a parameter of this shape."""
-        rows = self.groups * shape[1] if self.transposed else shape[0]
-        return self.groups * self.parts, rows // (self.groups * self.parts), shape.numel() // rows
-
-
 AS_IT_IS = MatrixLayout()
+Factors = Sequence[tuple[Tensor | None, Any]]
+"""Parameters, and what each is multiplied with."""
 
 
 @dataclass
@@ -137,7 +114,7 @@ class _Record:
 
     def __init__(self, observer: "InputObserver") -> None:
         self._observer = observer
-        self.found: dict[int, Seen] = {}
+        self.found: defaultdict[int, Seen] = defaultdict(Seen)
         self.outputs: dict[int, _Output] = {}
         """By the ids of tensors."""
 
@@ -147,82 +124,66 @@ class _Record:
 
     def swapped(self, weight: Tensor) -> bool:
         """Whether a parameter is stored as (in, out / groups, …)."""
-        return bool(self._observer.layouts.get(id(weight), AS_IT_IS).transposed)
+        return bool(self._stored(weight).transposed)
 
     def product(
-        self,
-        outputs: Tensor,
-        factors: Sequence[tuple[Tensor | None, Any]],
-        layout: Layout = PLAIN,
-        source: Tensor | None = None,
+        self, outputs: Tensor, factors: Factors, layout: Layout = PLAIN, source: Any = None
     ) -> None:
         """outputs = Σ_p P x_p."""
         for p, x in factors:
-            if p is not None and x is not None and self.knows(p):
-                stored = self._observer.layouts.get(id(p), AS_IT_IS)
-                vectors = layout.arranged(outputs.detach())[..., 0].numel()
-                self._add(p, stored, x, vectors, layout.counts)
-                self.outputs[id(outputs)] = _Output(outputs, id(p), layout.arrange is None)
+            if p is not None and x is not None:
+                self._add(p, self._stored(p), x, outputs, layout)
 
     def transposed(self, outputs: Tensor, weight: Tensor, x: Tensor) -> None:
         """outputs = Pᵀ x."""
-        if self.knows(weight):
-            self._add(weight, MatrixLayout(1), x, x[..., 0].numel())
-            self.outputs[id(outputs)] = _Output(outputs, id(weight), True)
+        self._add(weight, MatrixLayout(1), x, outputs)
+
+    def grouped(self, outputs: Tensor, factors: Factors, arrange: Arrange, source: Any) -> None:
+        """outputs = Σ_p P x_p for rows in groups, with x_p (groups, examples, places, columns)."""
+        for p, x in factors:
+            if p is not None and x is not None:
+                stored = MatrixLayout(int(self.swapped(p)), groups=len(x))
+                self._add(p, stored, x, outputs, Layout(arrange))
 
     def lookup(self, outputs: Any, weight: Any, *ignored: Any) -> None:
         """outputs = Pᵀ e_i for indices i."""
         if self.knows(weight):
-            self.found.setdefault(id(weight), Seen()).lookup = True
-
-    def grouped(
-        self,
-        outputs: Tensor,
-        factors: Sequence[tuple[Tensor | None, Any]],
-        arrange: Arrange,
-        source: Tensor,
-    ) -> None:
-        """outputs = Σ_p P x_p for rows in groups, with x_p (groups, examples, places, columns)."""
-        for p, x in factors:
-            if p is not None and isinstance(x, Tensor) and self.knows(p):
-                layout = MatrixLayout(int(self.swapped(p)), groups=len(x))
-                self._add(p, layout, x, x[0, ..., 0].numel())
+            self.found[id(weight)].lookup = True
 
     def elementwise(self, *ignored: Any) -> None:
         """What multiplies numbers one by one has no A."""
 
+    def _stored(self, p: Tensor) -> MatrixLayout:
+        return self._observer.layouts.get(id(p), AS_IT_IS)
+
     @torch.no_grad()
     def _add(
-        self,
-        p: Tensor,
-        layout: MatrixLayout,
-        x: Tensor | Inputs,
-        vectors: int,
-        counts: Tensor | None = None,
+        self, p: Tensor, stored: MatrixLayout, x: Any, outputs: Tensor, layout: Layout = PLAIN
     ) -> None:
-        """Add Σ a aᵀ over a sample of the inputs x of one product."""
-        new = Seen(layout, vectors)
-        if id(p) in self._observer.wanted and vectors:
+        """Add one product of a weight with inputs x, and Σ a aᵀ over a sample of them."""
+        if not self.knows(p):
+            return
+        new = Seen(stored, x.shape[:-1].numel() // stored.groups)
+        if id(p) in self._observer.wanted and new.rows:
             with full_precision(p.device):
-                a = self._sample(x, counts, layout.groups).to(precise(p.dtype))
+                a = self._sample(x, layout.counts, stored.groups).to(precise(p.dtype))
                 new.gram = torch.stack([add_gram(None, each, 0.0, 1.0) for each in a])
             new.sampled = a.shape[1]
-        self.found.setdefault(id(p), Seen()).merge(new)
+        self.found[id(p)].merge(new)
+        self.outputs[id(outputs)] = _Output(outputs, id(p), layout.arrange is None)
 
     def _sample(self, x: Tensor | Inputs, counts: Tensor | None, groups: int) -> Tensor:
         """Return evenly spaced vectors of the inputs, (groups, vectors, columns)."""
         limit, turn = self._observer.rows, self._observer.turn
-        if isinstance(x, Tensor):
-            x = x.detach()
-            flat = (x if counts is None else x[counts]).reshape(groups, -1, x.shape[-1])
-        elif limit is None:
-            flat = x.all().flatten(0, 1).unsqueeze(0)
-        else:  # patches, which are cut out of some of the examples
-            examples, places, _ = x.shape
-            few = min(examples, -(-4 * limit // max(places, 1)))
-            start = turn * few % (examples - few + 1)
-            vectors = x.select(slice(start, start + few)).rows()
-            flat = (vectors if isinstance(vectors, Tensor) else vectors.all()).unsqueeze(0)
+        if not isinstance(x, Tensor):  # patches, which are cut out of some of the examples
+            if limit is not None:
+                examples, places, _ = x.shape
+                few = min(examples, -(-4 * limit // max(places, 1)))
+                start = turn * few % (examples - few + 1)
+                x = x.select(slice(start, start + few)).rows()
+            x = x if isinstance(x, Tensor) else x.all()
+        x = x.detach()
+        flat = (x if counts is None else x[counts]).reshape(groups, -1, x.shape[-1])
         step = 1 if limit is None else max(flat.shape[1] // limit, 1)
         return flat[:, turn % step :: step]
 
@@ -332,7 +293,7 @@ class InputObserver:
             for name, p in module._parameters.items() if swapped or parts > 1 else ():
                 if p is not None and p.dim() > 1 and (swapped or name.startswith(PACKED)):
                     self.layouts[id(p)] = MatrixLayout(swapped, parts=parts)
-        for module in _eager_modules(self.model):
+        for _, module in eager_modules(self.model):
             self._handles += register_hooks(module, self._before, self._after)
 
     def disarm(self) -> dict[int, Seen]:
@@ -372,17 +333,4 @@ class InputObserver:
 
 def _compiled(module: nn.Module) -> bool:
     """Whether a module, or one inside of it, is compiled."""
-    return any(hasattr(each, "_orig_mod") for each in module.modules())
-
-
-def _eager_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Return all modules but those inside of compiled ones, which hooks would make compile again."""
-    stack, found = [model], set[nn.Module]()
-    while stack:
-        module = stack.pop()
-        if module in found or isinstance(module, torch.jit.ScriptModule):
-            continue
-        found.add(module)
-        yield module
-        if not hasattr(module, "_orig_mod"):
-            stack += list(module.children())
+    return any(map(is_compiled, module.modules()))

@@ -14,32 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kronfac.curvature import AnyTap, ElementwiseTap, GroupedTap, Inputs, OneHot, Tap
-from kronfac.model.unit import Unit
+from kronfac.model.network import Unit
 
 Arrange = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class ExampleDims:
-    """Where one kind of pass has its examples; by default along the first dimension of everything."""
-
-    apart: bool = True
-    """Whether some of the examples can be taken alone; else the pass is used whole."""
-    second: tuple[str, ...] = ()
-    """The names of units whose outputs have them along the second dimension."""
-    unknown: tuple[str, ...] = ()
-    """The names of units whose outputs have them along neither."""
-    zeros: tuple[str, ...] = ()
-    """The names of parameters that were exactly zero when this was found, and may hide something."""
-
-    def of(self, name: str) -> int | None:
-        """The dimension in the outputs of a unit; None if there is none."""
-        if not self.apart or name in self.unknown:
-            return None
-        return 1 if name in self.second else 0
-
-
-BY_CONVENTION = ExampleDims()
 
 
 def has_examples(lead: Sequence[int], examples: int, dim: int | None) -> bool:

@@ -1,30 +1,187 @@
 """What is trained: a model, its units, and the vectors in the space of their parameters.
 
+A unit has the parameters that one curvature block describes, as one matrix V (rows, columns). For a layer
+s = W a + b that is V = [W b], (out, in+1), so that s = V ā with ā = (a, 1) [MG15 §2.1]. A vector in
+parameter space is a tuple with one such matrix per unit: gradients, updates, directions.
+
 What the first passes show of a network is saved with the state: a resumed run goes by what the run before
 has seen, as other mini-batches may show something else.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kronfac.curvature import Curvature, Tap
-from kronfac.errors import StateError, UnsupportedModelError
+from kronfac.curvature import Block, DiagonalBlock, Tap
+from kronfac.errors import UnsupportedModelError
 from kronfac.linalg import Matrices
 from kronfac.model.blocks import Blocks, Kind
-from kronfac.model.find import Site, find_units
-from kronfac.model.layout import ExampleDims
+from kronfac.model.registry import Site
 from kronfac.model.side_effects import Buffers, put_back
-from kronfac.model.unit import Unit, parameters_of, refuse_dtypes
 from kronfac.objective import Objective
 
 Placement = Sequence[tuple[torch.dtype, torch.device]]
 """The dtype and the device of every parameter."""
+
+
+class MatrixLayout(NamedTuple):
+    """How a parameter is read as matrices, (matrices, rows, columns), each multiplied with vectors a."""
+
+    transposed: int = 0
+    """1 if it is stored as (in, out / groups, …), and not as (out, in / groups, …)."""
+    groups: int = 1
+    """Groups of rows with inputs of their own, as in grouped convolutions."""
+    parts: int = 1
+    """Packed matrices with the same inputs, such as queries, keys and values, or the gates of an LSTM."""
+
+    def split(self, t: Tensor) -> Tensor:
+        """Return (matrices, rows, columns) from a tensor in the parameter's shape."""
+        if self.transposed:
+            t = t.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
+        return t.reshape(self.groups * self.parts, len(t) // (self.groups * self.parts), -1)
+
+    def join(self, X: Tensor, shape: torch.Size) -> Tensor:
+        """Return a tensor in the parameter's shape from (matrices, rows, columns)."""
+        if not self.transposed:
+            return X.reshape(shape)
+        apart = X.reshape(self.groups, shape[1], shape[0] // self.groups, *shape[2:])
+        return apart.transpose(1, 2).flatten(0, 1)
+
+    def size(self, shape: torch.Size) -> tuple[int, int, int]:
+        """Return the numbers of matrices, rows and columns for a parameter of this shape."""
+        rows = self.groups * shape[1] if self.transposed else shape[0]
+        return self.groups * self.parts, rows // (self.groups * self.parts), shape.numel() // rows
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Parameters with one curvature block, side by side as the columns of one matrix."""
+
+    name: str
+    """The layer's path in the model, or the parameter's; used in errors and in saved states."""
+    names: tuple[str, ...]
+    """Full names of the parameters."""
+    parameters: tuple[nn.Parameter, ...]
+    block: Block
+    """How its curvature is approximated."""
+    swapped: int = 0
+    """For weights that are stored as (in, out / groups, …), the number of groups; 0 for (out, in, …)."""
+    observed: bool = True
+    """Whether its uses are seen; else only its gradient is."""
+    chosen: bool = True
+    """Whether its block was chosen by an adapter; else by what the first pass shows of its uses."""
+    kind: Kind | Literal[""] = ""
+    """The kind of use that its block was chosen for in the first pass; none if that of its adapter fits."""
+    why: str = ""
+    """Why it has no better block, for the plan."""
+    original: "Unit | None" = None
+    """What it was before the first pass, if that has shown that another block fits."""
+
+    @property
+    def undiscovered(self) -> "Unit":
+        """What it was before the first pass."""
+        return self if self.original is None else self.original
+
+    def unobserved(self, why: str) -> "Unit":
+        """The unit with a diagonal block, which is estimated from the gradient alone."""
+        block, original = DiagonalBlock(), self.undiscovered
+        return replace(self, block=block, observed=False, why=why, original=original)
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns)."""
+        return self.rows, sum(p.numel() for p in self.parameters) // self.rows
+
+    @cached_property
+    def rows(self) -> int:
+        """The length of the first parameter; of one that nothing is known of, without dimensions of 1."""
+        first = self.parameters[0]
+        if self.swapped and first.dim() > 1:  # not a bias whose weight is frozen or shared
+            return self.swapped * first.shape[1]
+        if not self.chosen:
+            return next((size for size in first.shape if size > 1), 1)
+        return len(first) if first.dim() else 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return self.parameters[0].dtype
+
+    def join(self, tensors: Iterable[Tensor]) -> Tensor:
+        """V from tensors shaped like the parameters."""
+        columns = [self._matrix(t) for t in tensors]
+        return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+
+    def join_examples(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """(examples, rows, columns) from (examples, …) shaped like the parameters; None for zeros."""
+        known = next(t for t in tensors if t is not None)
+        columns = [
+            known.new_zeros(len(known), self.rows, p.numel() // self.rows)
+            if t is None
+            else t.reshape(len(t), self.rows, -1)
+            for t, p in zip(tensors, self.parameters, strict=True)
+        ]
+        return columns[0] if len(columns) == 1 else torch.cat(columns, dim=2)
+
+    def _matrix(self, t: Tensor) -> Tensor:
+        """(rows, …) from a tensor shaped like one of the parameters."""
+        if self.swapped and t.dim() > 1:
+            t = MatrixLayout(1, self.swapped).split(t)
+        return t.reshape(self.rows, -1)
+
+    def split(self, V: Tensor) -> list[Tensor]:
+        """Tensors shaped like the parameters from V: views of it, unless weights are swapped in groups."""
+        parts = []
+        for p, start, stop in self._columns:
+            if p.dim() == 1 and stop - start == 1:
+                parts.append(V[:, start])
+            elif self.swapped and p.dim() > 1:
+                parts.append(MatrixLayout(1, self.swapped).join(V[:, start:stop], p.shape))
+            else:
+                part = V[:, start:stop]
+                parts.append(part if part.shape == p.shape else part.reshape(p.shape))
+        return parts
+
+    @cached_property
+    def _columns(self) -> list[tuple[nn.Parameter, int, int]]:
+        """Every parameter with its first column and one past its last."""
+        found, start = [], 0
+        for p in self.parameters:
+            stop = start + p.numel() // self.rows
+            found.append((p, start, stop))
+            start = stop
+        return found
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, shape={self.shape}, block={type(self.block).__name__})"
+
+
+@dataclass(frozen=True)
+class ExampleDims:
+    """Where one kind of pass has its examples; by default along the first dimension of everything."""
+
+    apart: bool = True
+    """Whether some of the examples can be taken alone; else the pass is used whole."""
+    second: tuple[str, ...] = ()
+    """The names of units whose outputs have them along the second dimension."""
+    unknown: tuple[str, ...] = ()
+    """The names of units whose outputs have them along neither."""
+    zeros: tuple[str, ...] = ()
+    """The names of parameters that were exactly zero when this was found, and may hide something."""
+
+    def of(self, name: str) -> int | None:
+        """The dimension in the outputs of a unit; None if there is none."""
+        if not self.apart or name in self.unknown:
+            return None
+        return 1 if name in self.second else 0
+
+
+BY_CONVENTION = ExampleDims()
 
 
 @dataclass(frozen=True)
@@ -76,23 +233,10 @@ class Network:
     placed: Placement | None = None
     """Where the parameters were in the last step; None before there was one."""
 
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        objective: Objective,
-        blocks: Blocks | None = None,
-        trained: Collection[nn.Parameter] | None = None,
-    ) -> "Network":
-        """The model with the units of these parameters; None for all that are not frozen."""
-        blocks = Blocks() if blocks is None else blocks
-        found = find_units(model, blocks, trained)
-        return cls(model, found.units, found.sites, objective, Buffers(model), blocks)
-
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """All trained parameters, in the order of the units."""
-        return parameters_of(self.units)
+        return [p for unit in self.units for p in unit.parameters]
 
     @property
     def device(self) -> torch.device:
@@ -173,42 +317,6 @@ class Network:
         finally:
             put_back(list(zip(parameters, kept, strict=True)))
 
-    def learned_state(self) -> Learned:
-        """What passes have shown of the network, to be saved."""
-        units = self.units if self.discovered else ()
-        return self.learned.copy(tuple(UnitState(unit.kind, unit.observed) for unit in units))
-
-    def continued(
-        self, order: Sequence[int], curvature: Curvature | None, state: Learned
-    ) -> "Network":
-        """The network as it was when a state was saved: its units' order and links, and their blocks.
-
-        Raises:
-            StateError: what passes have shown, or the curvature, is not of these units.
-        """
-        network = replace(self, learned=state.copy())
-        if curvature is not None:
-            links = [link is not None for link in curvature.links]
-            network = network.reordered(order, links)
-        if state.units:
-            if len(state.units) != len(self.units):
-                raise StateError(
-                    f"The state's learned.units must have one entry for each of {len(self.units)} units; "
-                    f"got {len(state.units)}. Load an earlier state."
-                )
-            pairs = zip(network.units, state.units, strict=True)
-            units = [_continued(unit, shown, self.blocks) for unit, shown in pairs]
-            network = replace(network, units=units, discovered=True)
-        for unit, moments in zip(
-            network.units, curvature.blocks if curvature else (), strict=False
-        ):
-            if not isinstance(moments, unit.block.moments):
-                raise StateError(
-                    f"The state's statistics of {unit.name!r} are {type(moments).__name__}; this KFAC has "
-                    f"a {type(unit.block).__name__} for it. Use the block that it was saved with."
-                )
-        return network
-
     def demoted(
         self, numbers: Sequence[int], why: str = "not all uses of it are seen"
     ) -> "Network":
@@ -268,22 +376,18 @@ def refuse_changes(network: Network) -> None:
             )
 
 
-def _continued(unit: Unit, state: UnitState, blocks: Blocks) -> Unit:
-    """A unit with the block that it got in the first pass of the run that is resumed.
+def refuse_dtypes(units: Sequence[Unit]) -> None:
+    """Refuse parameters that are not in float32 or float64.
 
     Raises:
-        StateError: there is no such kind of use.
+        UnsupportedModelError: there are some.
     """
-    unit = unit.undiscovered
-    if not state.observed:
-        return unit.unobserved("not all uses of it were seen when the state was saved")
-    if not state.kind:
-        return unit
-    kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
-    if state.kind not in kinds:
-        raise StateError(
-            f"The state's kind of use of {unit.name!r} must be one of {tuple(kinds)}; got {state.kind!r}. "
-            "Load an earlier state."
+    others = [
+        u for u in units if any(p.dtype not in (torch.float32, torch.float64) for p in u.parameters)
+    ]
+    if others:
+        named = ", ".join(f"{u.name!r} ({u.dtype})" for u in others)
+        raise UnsupportedModelError(
+            f"KFAC needs real parameters in float32 or float64; got {named}. Keep the model in float32, "
+            "and for half precision call it inside torch.autocast."
         )
-    kind = kinds[state.kind]
-    return replace(unit, block=blocks.choose(kind, *unit.shape), kind=kind, original=unit)

@@ -48,6 +48,15 @@ class Adapter(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Site:
+    """A module whose adapter says itself what its parameters are multiplied with."""
+
+    name: str
+    module: nn.Module
+    adapter: Adapter
+
+
 class Layer:
     """An adapter of a layer of torch's, whose uses are seen at the functions that it calls."""
 

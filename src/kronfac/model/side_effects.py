@@ -384,6 +384,26 @@ def register_hooks(
     ]
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of the module is compiled."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The model and the modules in it that have something to train, each once, with their paths.
+
+    Not those inside of compiled ones, which a hook would make the compiler compile again.
+    """
+    compiled: tuple[str, ...] = ()
+    for path, module in model.named_modules():
+        idle = path and not any(p.requires_grad for p in module.parameters())
+        if idle or path.startswith(compiled) or isinstance(module, torch.jit.ScriptModule):
+            continue
+        yield path, module
+        if is_compiled(module):
+            compiled += (f"{path}." if path else "",)
+
+
 def remove_hooks(handles: Sequence[RemovableHandle]) -> None:
     """Remove hooks from what they are on."""
     for handle in handles:

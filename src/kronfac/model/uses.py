@@ -15,13 +15,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kronfac.curvature import AnyTap, Block, Inputs, OneHot
 from kronfac.errors import UnsupportedModelError
-from kronfac.model.find import Site
 from kronfac.model.layout import (
-    BY_CONVENTION,
     PLAIN,
     Arrange,
     Elementwise,
-    ExampleDims,
     Layout,
     by_example,
     elementwise_tap,
@@ -30,7 +27,8 @@ from kronfac.model.layout import (
     product_tap,
     transposed_tap,
 )
-from kronfac.model.unit import Unit
+from kronfac.model.network import BY_CONVENTION, ExampleDims, Unit
+from kronfac.model.registry import Site
 
 Watch = Callable[[Sequence[int], Tensor, int | None], None]
 """Called for every use with its units, its outputs (…, rows) and their dimension of examples, if known."""
@@ -56,8 +54,8 @@ class Recorded:
     """The number of the edge at which its output gradient is taken."""
     tap: Callable[[Tensor], AnyTap]
     """Makes the tap of this use from that gradient."""
-    source: Tensor | None = None
-    """The inputs with their graph, if they are wanted."""
+    product: bool = True
+    """Whether it is a matrix product: no lookup, and no product of numbers one by one."""
 
 
 class Uses:
@@ -67,7 +65,6 @@ class Uses:
         units: of the network; those that are not observed are left out.
         examples: of the pass.
         dims: where it has its examples.
-        keep_sources: whether to keep the inputs with their graph.
         watch: called with the outputs of every use.
     """
 
@@ -76,7 +73,6 @@ class Uses:
         units: Sequence[Unit],
         examples: int,
         dims: ExampleDims = BY_CONVENTION,
-        keep_sources: bool = False,
         watch: Watch | None = None,
     ) -> None:
         self.units = units
@@ -92,7 +88,7 @@ class Uses:
         """The uses of every unit."""
         self._count = examples if dims.apart else 1
         self._dims = [dims.of(unit.name) for unit in units]
-        self._keep, self._watch = keep_sources, watch
+        self._watch = watch
         self._place = {
             id(p): (n, i)
             for n, unit in enumerate(units)
@@ -138,25 +134,22 @@ class Uses:
         outputs: Tensor,
         factors: Sequence[tuple[Tensor | None, Factor]],
         layout: Layout = PLAIN,
-        source: Tensor | None = None,
     ) -> None:
         """outputs = Σ_p P x_p for pairs (P, x_p), at every example and place.
 
         x_p is (…, columns), with the same dimensions in front as the outputs have in their layout, or
-        `LazyInputs`, which were computed from `source`. If only some rows of the units were multiplied,
-        `layout` says which.
+        `LazyInputs`. If only some rows of the units were multiplied, `layout` says which.
         """
         found = self._by_unit(outputs, factors)
         if not found:
             return
         arranged = layout.arranged(outputs.detach())
         edge = self._edge(outputs, [*found], arranged, layout.dim)
-        tensors = [source, *(x for _, x in factors if isinstance(x, Tensor))]
         for n, columns in found.items():
             unit, dim = self.units[n], self._dim(n, layout.dim)
             lead = by_example(arranged[..., :1], self._count, dim)
             x = self._columns(unit, columns, lead.to(unit.dtype), dim)
-            self._add(n, edge, partial(product_tap, layout, x, unit.rows), tensors, dim)
+            self._add(n, edge, partial(product_tap, layout, x, unit.rows), dim)
 
     def transposed(self, outputs: Tensor, weight: Tensor, x: Tensor) -> None:
         """outputs = Pᵀ x, with x (…, len(P))."""
@@ -165,7 +158,7 @@ class Uses:
             return
         for n, columns in self._by_unit(outputs, [(weight, x)]).items():
             inputs = by_example(x.detach().to(self.units[n].dtype), self._count, self._dims[n])
-            self._backwards(n, columns, outputs, inputs, None, x)
+            self._backwards(n, columns, outputs, inputs)
 
     def lookup(
         self,
@@ -186,7 +179,7 @@ class Uses:
             )
             assert index is not None
             hot = OneHot(index.long(), len(weight), weight.dtype, factor)
-            self._backwards(n, columns, outputs, hot, counted, None)
+            self._backwards(n, columns, outputs, hot, counted)
 
     def _backwards(
         self,
@@ -194,8 +187,7 @@ class Uses:
         columns: Mapping[int, Any],
         outputs: Tensor,
         x: Tensor | Inputs,
-        counts: Tensor | None,
-        source: Tensor | None,
+        counts: Tensor | None = None,
     ) -> None:
         """Record a use of Vᵀ, or of those of its columns that one parameter has."""
         unit, (i,) = self.units[n], columns
@@ -204,14 +196,13 @@ class Uses:
         padding = (start, unit.shape[1] - stop)
         edge = self._edge(outputs, [n], outputs.detach(), None)
         tap = partial(transposed_tap, padding, counts, x)
-        self._add(n, edge, tap, [source], self._dims[n])
+        self._add(n, edge, tap, self._dims[n], product=isinstance(x, Tensor))
 
     def grouped(
         self,
         outputs: Tensor,
         factors: Sequence[tuple[Tensor | None, Tensor | None]],
         arrange: Arrange,
-        source: Tensor,
     ) -> None:
         """outputs = Σ_p P x_p for rows in groups, with x_p (groups, examples, places, columns)."""
         found = self._by_unit(outputs, factors)
@@ -222,7 +213,7 @@ class Uses:
         for n, columns in found.items():
             unit = self.units[n]
             x = torch.cat(_parts(unit, columns, lead.to(unit.dtype)), dim=-1)
-            self._add(n, edge, partial(grouped_tap, arrange, x), [source], self._dim(n, 0))
+            self._add(n, edge, partial(grouped_tap, arrange, x), self._dim(n, 0))
 
     def elementwise(
         self, outputs: Tensor, factors: Sequence[tuple[Tensor | None, Elementwise]]
@@ -232,7 +223,7 @@ class Uses:
         edge = self._edge(outputs, [*found], outputs.detach().unsqueeze(-1), None) if found else 0
         for n, columns in found.items():
             tap = partial(elementwise_tap, self.units[n], columns)
-            self._add(n, edge, tap, [], self._dims[n])
+            self._add(n, edge, tap, self._dims[n], product=False)
 
     def by_module(self, site: Site, args: tuple[Any, ...], kwargs: Any, output: Any) -> None:
         """A call of a module whose adapter says itself what its parameters are multiplied with."""
@@ -277,13 +268,12 @@ class Uses:
         n: int,
         edge: int,
         tap: Callable[..., AnyTap],
-        sources: Sequence[Tensor | None],
         dim: int | None,
+        product: bool = True,
     ) -> None:
         """Add a use; `tap` takes the number of examples, their dimension and the gradient."""
-        source = next((x for x in sources if self._keep and x is not None), None)
         # No method of this object, which would hold itself, and with it the graph.
-        self.of[n].append(Recorded(edge, partial(tap, self._count, dim), source))
+        self.of[n].append(Recorded(edge, partial(tap, self._count, dim), product))
 
     def _columns(
         self, unit: Unit, columns: Mapping[int, Factor], lead: Tensor, dim: int | None

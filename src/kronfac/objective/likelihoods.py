@@ -80,11 +80,9 @@ class Likelihood(nn.Module, ABC):
         """Targets y ~ R_{y|z}, a deterministic function of z and one draw of `noise`.
 
         Raises:
-            TypeError: this loss is not a distribution.
+            TypeError: this likelihood draws scores only (`sampled_score`).
         """
-        raise TypeError(
-            f"{type(self).__name__} is a loss and not a distribution: it has no targets to draw."
-        )
+        raise TypeError(f"{type(self).__name__} draws scores and no targets: call sampled_score.")
 
     @abstractmethod
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -258,9 +256,6 @@ class BernoulliProbability(ElementwiseLikelihood):
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return functional.binary_cross_entropy(outputs, targets, reduction="sum")
 
-    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        return (noise < outputs).to(outputs.dtype)
-
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets) * self.fisher_diagonal(outputs)
 
@@ -344,10 +339,6 @@ def _less_at_(p: Tensor, index: Tensor, amount: float) -> Tensor:
     return p.scatter_add_(-1, at, p.new_full((), -amount).expand(at.shape))
 
 
-BISECTIONS = 64
-"""Halvings of the interval of integers around a drawn count: more than float64 can distinguish."""
-
-
 class Poisson(ElementwiseLikelihood):
     """Counts with rates r: r = e^z and F_R = diag(e^z), or r = z + ε and F_R = diag(1/r).
 
@@ -368,17 +359,6 @@ class Poisson(ElementwiseLikelihood):
         return functional.poisson_nll_loss(
             outputs, targets, log_input=self.log_input, eps=self.eps, reduction="sum"
         )
-
-    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        """The smallest k with P(y ≤ k) = Γ(k + 1, r)/k! above `noise`, by bisection."""
-        rate, u = self.rate(outputs).double(), noise.double()
-        low, high = torch.full_like(rate, -1.0), (2 * rate + 64).ceil()
-        for _ in range(BISECTIONS):
-            middle = ((low + high) / 2).floor()
-            above = torch.special.gammaincc(middle.clamp(min=0) + 1, rate) > u
-            high = torch.where(above & (middle > low), middle, high)
-            low = torch.where(above, low, middle)
-        return high.to(outputs.dtype)
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         rate = self.rate(outputs)
@@ -448,10 +428,6 @@ class HeteroscedasticGaussian(ElementwiseLikelihood):
         self, draws: int, outputs: torch.Size, like: Tensor, generator: torch.Generator
     ) -> Tensor:
         return _normal((draws, outputs[0], outputs[1] // 2), like, generator)
-
-    def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
-        mean, variance = self._split(outputs)
-        return mean + variance.sqrt() * noise
 
     def score(self, outputs: Tensor, targets: Tensor) -> Tensor:
         mean, variance = self._split(outputs)

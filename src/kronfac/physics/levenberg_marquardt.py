@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from kronfac.errors import ClosureError, UnsupportedModelError
-from kronfac.model import Network
+from kronfac.model import find_network
 from kronfac.objective import Gaussian, objective_of
 from kronfac.physics.residuals import Residuals, linearize_residuals
 from kronfac.record import record
@@ -124,7 +124,7 @@ class DenseLevenbergMarquardt(torch.optim.Optimizer):
         _check_range("momentum is at least 0 and below 1", momentum, 0 <= momentum < 1)
         _check_range("trials is 1 or more", trials, trials >= 1)
         _check_range("corrections is 0 or more", corrections, corrections >= 0)
-        self._network = Network.of(model, objective_of(Gaussian()))
+        self._network = find_network(model, objective_of(Gaussian()))
         parameters = self._network.parameters
         size = sum(p.numel() for p in parameters)
         if size > LIMIT:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from kronfac.model.layout import BY_CONVENTION, ExampleDims
 from kronfac.model.nested import Ref, as_plain, fill, tensors_of
+from kronfac.model.network import BY_CONVENTION, ExampleDims
 from kronfac.model.side_effects import Kept, RandomState, own_pass, replay, start_from
 from kronfac.objective import JOINED, READERS, Terms
 

@@ -5,15 +5,15 @@ is used in another way gets a diagonal block, from its gradient alone. So does o
 another way than its adapter says, unless it is small.
 
 In a chain, each layer is fed by the one before alone, which feeds nothing else [MG15 §4.3]. That is read
-off the autograd graph of the pass: from the input of a layer the graph is followed back to the outputs of
+off the autograd graph of the pass: from the outputs of a layer the graph is followed back to the outputs of
 other layers, and to the model's own inputs. A network may have several chains; at branches, and at layers
 that use their weights at several places, they end.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from kronfac.curvature import (
     AnyTap,
     Block,
+    Curvature,
     DiagonalBlock,
     GroupedKroneckerBlock,
     GroupedTap,
@@ -30,10 +31,11 @@ from kronfac.curvature import (
     OneHot,
     Tap,
 )
-from kronfac.model.blocks import Kind
+from kronfac.errors import StateError
+from kronfac.model.blocks import Blocks, Kind
 from kronfac.model.functions import SeeFunctions, record_uses
-from kronfac.model.network import Network
-from kronfac.model.unit import Unit
+from kronfac.model.nested import tensors_of
+from kronfac.model.network import Learned, Network, Unit, UnitState
 from kronfac.model.uses import Uses
 from kronfac.record.batch import ModelCall, Operation, Pass
 from kronfac.warn import warn
@@ -59,13 +61,9 @@ def discover(network: Network, part: Pass) -> Network:
     return replace(network, units=units, discovered=True)
 
 
-def _run(
-    network: Network, part: Pass, keep_sources: bool = False
-) -> tuple[list[Tensor], SeeFunctions]:
+def _run(network: Network, part: Pass) -> tuple[list[Tensor], SeeFunctions]:
     """The outputs of a pass, with their graph, and the uses in it."""
-    uses = record_uses(
-        network.sites, network.units, part.examples, dims=part.dims, keep_sources=keep_sources
-    )
+    uses = record_uses(network.sites, network.units, part.examples, dims=part.dims)
     with torch.enable_grad(), uses as seen:
         return part.run(network.model), seen
 
@@ -119,66 +117,110 @@ def _fits(block: Block, taps: list[AnyTap]) -> bool:
     return len(products) == len(taps) and (isinstance(block, KroneckerSumBlock) or len(ways) == 1)
 
 
+# ----------------------------------------------------------------------------------------- saved states
+
+
+def learned_state(network: Network) -> Learned:
+    """What passes have shown of the network, to be saved."""
+    units = network.units if network.discovered else ()
+    return network.learned.copy(tuple(UnitState(unit.kind, unit.observed) for unit in units))
+
+
+def restored(
+    network: Network, order: Sequence[int], curvature: Curvature | None, state: Learned
+) -> Network:
+    """The network as it was when a state was saved: its units' order and links, and their blocks.
+
+    Raises:
+        StateError: what passes have shown, or the curvature, is not of these units.
+    """
+    network = replace(network, learned=state.copy())
+    if curvature is not None:
+        network = network.reordered(order, [link is not None for link in curvature.links])
+    if state.units:
+        if len(state.units) != len(network.units):
+            raise StateError(
+                f"The state's learned.units must have one entry for each of {len(network.units)} units; "
+                f"got {len(state.units)}. Load an earlier state."
+            )
+        pairs = zip(network.units, state.units, strict=True)
+        units = [_restored(unit, shown, network.blocks) for unit, shown in pairs]
+        network = replace(network, units=units, discovered=True)
+    for unit, moments in zip(network.units, curvature.blocks if curvature else (), strict=False):
+        if not isinstance(moments, unit.block.moments):
+            raise StateError(
+                f"The state's statistics of {unit.name!r} are {type(moments).__name__}; this KFAC has "
+                f"a {type(unit.block).__name__} for it. Use the block that it was saved with."
+            )
+    return network
+
+
+def _restored(unit: Unit, state: UnitState, blocks: Blocks) -> Unit:
+    """A unit with the block that it got in the first pass of the run that is resumed."""
+    unit = unit.undiscovered
+    if not state.observed:
+        return unit.unobserved("not all uses of it were seen when the state was saved")
+    if not state.kind:
+        return unit
+    kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
+    if state.kind not in kinds:
+        raise StateError(
+            f"The state's kind of use of {unit.name!r} must be one of {tuple(kinds)}; got {state.kind!r}. "
+            "Load an earlier state."
+        )
+    kind = kinds[state.kind]
+    return replace(unit, block=blocks.choose(kind, *unit.shape), kind=kind, original=unit)
+
+
 # -------------------------------------------------------------------------------------------- chains
 
 INPUT, OUTPUT = -1, -2
 """Stand for the model's own inputs and outputs among the layers that something depends on."""
 
 
-@dataclass(frozen=True)
-class Chains:
-    """How the units of a network follow each other."""
-
-    pieces: list[list[int]]
-    """The numbers of the units of every chain, in its order."""
-    breaks: dict[int, str]
-    """For every unit that begins a further chain, the reason that the one before it ends."""
-
-
 def chain_network(network: Network, part: Pass) -> Network:
     """The network with its units in the order of their chains, and links between neighbours."""
-    pieces = find_chains(network, part).pieces
+    pieces = find_chains(network, part)
     order = [number for piece in pieces for number in piece]
     follows = {(a, b) for piece in pieces for a, b in pairwise(piece)}
     links = [pair in follows for pair in pairwise(order)]
     return network.reordered(order, links)
 
 
-def find_chains(network: Network, part: Pass) -> Chains:
-    """The chains of a network, as one pass shows them."""
-    uses, outputs, sources = _trace(network, part)
-    producers: dict[Any, int] = dict.fromkeys(sources, INPUT)
+def find_chains(network: Network, part: Pass) -> list[list[int]]:
+    """The numbers of the units of every chain in its order, as one pass shows them."""
+    traced = replace(part, steps=tuple(map(_with_nodes, part.steps)))
+    outputs, seen = _run(network, traced)
+    uses = seen.uses
     # What multiplies numbers one by one, as normalisation layers do, is looked through.
-    layers = {n: own for n, own in enumerate(uses.of) if any(use.source is not None for use in own)}
-    for n, own in layers.items():
-        producers |= {uses.edges[use.edge].node: n for use in own}
-    fed_by = {
-        n: _ancestors([use.source for use in own if use.source is not None], producers)
-        for n, own in layers.items()
+    layers = {n: own for n, own in enumerate(uses.of) if any(use.product for use in own)}
+    producers: dict[Any, int] = {
+        leaf.grad_fn: INPUT
+        for call in traced.calls
+        for leaf in tensors_of((call.args, call.kwargs))
+        if leaf.grad_fn is not None
     }
-    feeds: dict[int, set[int]] = {n: set() for n in fed_by}
-    for number, found in [*fed_by.items(), (OUTPUT, _ancestors(outputs, producers))]:
+    nodes = {n: {uses.edges[use.edge].node for use in own} for n, own in layers.items()}
+    producers |= {node: n for n, own in nodes.items() for node in own}
+    fed_by = {
+        n: _ancestors((parent for node in own for parent, _ in node.next_functions), producers)
+        for n, own in nodes.items()
+    }
+    feeds: dict[int, set[int]] = {n: set() for n in layers}
+    for number, found in [
+        *fed_by.items(),
+        (OUTPUT, _ancestors((z.grad_fn for z in outputs), producers)),
+    ]:
         for n in found - {INPUT}:
             feeds[n].add(number)
-    reasons = {n: _unfit(network, uses, n) for n in fed_by}
+    fits = {n: _fits_chain(network, uses, n) for n in layers}
     following: dict[int, int] = {}
-    breaks: dict[int, str] = {}
-    for n, sources_of in fed_by.items():
-        before = sources_of - {INPUT}
-        if reasons[n]:
-            breaks[n] = reasons[n]
-        elif len(sources_of) != 1 or not before:
-            if before:
-                breaks[n] = "it is fed by several layers, or by the input too"
-        elif reasons[previous := min(before)]:
-            breaks[n] = f"{network.units[previous].name!r} before it: {reasons[previous]}"
-        elif feeds[previous] != {n}:
-            breaks[n] = f"{network.units[previous].name!r} before it feeds something else too"
-        else:
+    for n, sources in fed_by.items():
+        previous = min(sources - {INPUT}, default=n)
+        if fits[n] and fits[previous] and len(sources) == 1 and feeds[previous] == {n}:
             following[previous] = n
-    unused = {n: "it is not used" for n, own in enumerate(uses.of) if not own}
     called = sorted(layers, key=lambda n: (layers[n][0].edge, n))
-    return Chains(_pieces(called, following, len(network.units)), breaks | unused)
+    return _pieces(called, following, len(network.units))
 
 
 def _pieces(called: list[int], following: dict[int, int], units: int) -> list[list[int]]:
@@ -195,58 +237,41 @@ def _pieces(called: list[int], following: dict[int, int], units: int) -> list[li
     return pieces
 
 
-def _unfit(network: Network, uses: Uses, number: int) -> str:
-    """The reason that a unit can't be in a chain; empty if it can."""
+def _fits_chain(network: Network, uses: Uses, number: int) -> bool:
+    """Whether a unit is one plain product, at one place of an example, with Kronecker factors."""
     unit, own = network.units[number], uses.of[number]
-    if not isinstance(unit.block, KroneckerBlock) or not unit.observed:
-        return f"it has a {type(unit.block).__name__}, no Kronecker factors"
+    if not (isinstance(unit.block, KroneckerBlock) and unit.observed and len(own) == 1):
+        return False
     if unit.block.diagonal_grads or unit.block.diagonal_inputs:
-        return "one of its factors is diagonal"
-    if len(own) != 1:
-        return "it is used more than once"
-    tap = own[0].tap(
-        torch.zeros(uses.outputs[own[0].edge].shape, dtype=unit.dtype, device=network.device)
-    )
+        return False
+    like = uses.outputs[own[0].edge]
+    tap = own[0].tap(torch.zeros(like.shape, dtype=unit.dtype, device=network.device))
     if not isinstance(tap, Tap) or tap.transposed or not isinstance(tap.inputs, Tensor):
-        return "it is no plain matrix product"
-    if tap.grads.shape[1] > 1 and unit.block.sharing == "expand":
-        return f"it is used at {tap.grads.shape[1]} places of an example"
-    return ""
+        return False
+    return tap.grads.shape[1] == 1 or unit.block.sharing != "expand"
 
 
-def _trace(network: Network, part: Pass) -> tuple[Uses, list[Tensor], set[Any]]:
-    """Uses with the graph that leads to them, the outputs, and the graph's nodes that are inputs."""
-    traced = replace(part, steps=tuple(map(_with_sources, part.steps)))
-    sources = {
-        leaf.grad_fn
-        for call in traced.calls
-        for leaf in pytree.tree_leaves((call.args, call.kwargs))
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None
-    }
-    outputs, seen = _run(network, traced, keep_sources=True)
-    return seen.uses, outputs, sources
-
-
-def _with_sources(step: ModelCall | Operation) -> ModelCall | Operation:
+def _with_nodes(step: ModelCall | Operation) -> ModelCall | Operation:
+    """The step with nodes of the graph for its inputs, to recognise them by."""
     if not isinstance(step, ModelCall):
         return step
-    args, kwargs = pytree.tree_map(_source, (step.args, step.kwargs))
+    args, kwargs = pytree.tree_map(_with_node, (step.args, step.kwargs))
     return replace(step, args=args, kwargs=kwargs)
 
 
-def _source(value: Any) -> Any:
+def _with_node(value: Any) -> Any:
     if not (isinstance(value, Tensor) and value.is_floating_point()):
         return value
     leaf = value.detach().clone().requires_grad_()
     with torch.enable_grad():
-        return leaf.view_as(leaf)  # a node to recognise it by
+        return leaf.view_as(leaf)
 
 
-def _ancestors(tensors: Iterable[Tensor], producers: dict[Any, int]) -> set[int]:
-    """The nearest of the producers that tensors were computed from."""
+def _ancestors(nodes: Iterable[Any], producers: dict[Any, int]) -> set[int]:
+    """The nearest of the producers among nodes of the graph and what led to them."""
     found: set[int] = set()
     visited: set[Any] = set()
-    stack: list[Any] = [tensor.grad_fn for tensor in tensors]
+    stack = list(nodes)
     while stack:
         node = stack.pop()
         if node is None or node in visited:

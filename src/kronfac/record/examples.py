@@ -26,9 +26,9 @@ from torch.utils import _pytree as pytree
 
 from kronfac.linalg import take
 from kronfac.model.functions import record_uses
-from kronfac.model.layout import ExampleDims, by_example
+from kronfac.model.layout import by_example
 from kronfac.model.nested import keep_attributes
-from kronfac.model.network import Network
+from kronfac.model.network import ExampleDims, Network
 from kronfac.model.side_effects import RandomState, replay
 from kronfac.record.batch import Batch, LossCall, ModelCall, Operation, Pass
 
@@ -44,8 +44,6 @@ NORMALIZED = 64
 
 def check_examples(network: Network, batch: Batch) -> Batch:
     """The mini-batch with the dimensions of its examples, checked for each new kind of pass."""
-    if any(call.trace is not None for part in batch.passes for call in part.calls):
-        return batch
     with network.buffers.preserved():
         passes = [replace(part, dims=_dims(network, part)) for part in batch.passes]
     return replace(batch, passes=tuple(passes))

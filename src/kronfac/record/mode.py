@@ -24,6 +24,7 @@ from kronfac.model.side_effects import (
     Kept,
     RandomState,
     device_of,
+    eager_modules,
     instead_of_checkpoints,
     mixed,
     not_reentrant,
@@ -344,7 +345,7 @@ def record(
     """
     own: nn.Module = getattr(model, "_orig_mod", model)
     recording = ClosureRecording(model, objective, Buffers(own) if buffers is None else buffers)
-    recording.paths = {module: path for path, module in _modules(model)}
+    recording.paths = {module: path for path, module in eager_modules(model)}
     with ExitStack() as stack:
         for module in recording.paths:
             hooks = register_hooks(module, recording.before_model, recording.after_model)
@@ -352,23 +353,3 @@ def record(
         stack.enter_context(instead_of_checkpoints(not_reentrant))
         stack.enter_context(recording)
         yield recording
-
-
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The model and the modules in it that have something to train, each once.
-
-    Not those inside of compiled ones, which a hook would make the compiler compile again.
-    """
-    compiled: tuple[str, ...] = ()
-    for path, module in model.named_modules():
-        idle = path and not any(p.requires_grad for p in module.parameters())
-        if idle or path.startswith(compiled) or isinstance(module, torch.jit.ScriptModule):
-            continue
-        yield path, module
-        if is_compiled(module):
-            compiled += (f"{path}." if path else "",)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of the module is compiled."""
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

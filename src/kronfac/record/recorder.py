@@ -20,10 +20,10 @@ from torch.utils.weak import TensorWeakRef
 
 from kronfac.errors import LoopError
 from kronfac.model.nested import tensors_of
-from kronfac.model.side_effects import Buffers, register_hooks
+from kronfac.model.side_effects import Buffers, is_compiled, register_hooks
 from kronfac.objective import Objective
 from kronfac.record.batch import Batch, ModelCall
-from kronfac.record.mode import Recording, is_compiled
+from kronfac.record.mode import Recording
 from kronfac.record.tape import Record, SeenLoss, assemble, new_key
 
 

@@ -23,7 +23,7 @@ from kronfac.step.evaluation import Evaluation, as_loss, like
 SAME_DIVISOR = 1e-6
 """Relative difference up to which the parts of a rank's loss are one mean."""
 UNSCALED_BY = "_unscaled_by"
-"""The attribute of an optimizer, for the time of one step, that says what gradients were divided by."""
+"""An attribute that integrations set for the time of a step: the scale that they divided gradients by."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class Scaling:
     overflow: bool = False
     """Whether it has found gradients that are not finite."""
     scale: float | None = None
-    """What the gradients are still multiplied by; None if they no longer are."""
+    """The factor that is still in the gradients; None if there is none."""
     before: float | None = None
-    """What they were multiplied by before somebody who has said so divided by it."""
+    """The factor that an integration has removed and noted in `UNSCALED_BY`."""
 
     @property
     def unscaled(self) -> bool:
-        """Whether gradients were scaled by nobody knows what, and no longer are."""
+        """Whether gradients were scaled by an unknown factor, and no longer are."""
         return self.active and self.scale is None and self.before is None
 
     @classmethod
     def of(cls, optimizer: object) -> "Scaling":
-        """What a GradScaler has set on an optimizer."""
+        """Read the attributes that a GradScaler sets on an optimizer."""
         found: Tensor | None = getattr(optimizer, "found_inf", None)
         if found is None:
             return cls()
@@ -113,10 +113,10 @@ def evaluate_closure(
                 batch,
                 call,
                 random,
-                matrices=found.gradient,
+                matrices=None if weight_decay else found.gradient,
                 factors=found.factors,
             )
-    # Only gradients of this closure count, also if it does not drop those before it.
+    # Only gradients of this closure count, even if it does not drop earlier ones.
     before = [(p, p.grad) for p in network.parameters]
     for p in network.parameters:
         p.grad = None
@@ -175,8 +175,8 @@ def evaluate_loop(
 
 
 def look_at(network: Network, batch: Batch, inverse: ApproximateInverse) -> tuple[Network, Batch]:
-    """What a recorded mini-batch says about the network, and where its examples are."""
-    if not any(call.trace for part in batch.passes for call in part.calls):
+    """The network with the blocks and the chain that the batch shows; the batch with its examples found."""
+    if not batch.traced:
         batch = check_examples(network, batch)
         if not network.discovered:
             with network.buffers.preserved():
@@ -188,11 +188,10 @@ def look_at(network: Network, batch: Batch, inverse: ApproximateInverse) -> tupl
 
 
 def in_full_precision(evaluation: Evaluation) -> Evaluation:
-    """For a closure in half precision: with the loss as K-FAC's own passes find it, if they can.
+    """Replace the loss of a closure in half precision by that of K-FAC's own passes, if the loss was seen.
 
-    The change of the loss with a step is the difference of two such; in half precision it would be rounding
-    error. By how much `returned_loss` differs counts as noise when the step is validated: so does the
-    gradient.
+    In half precision the change of the loss by a step would be rounding error. The difference between the
+    two losses counts as noise when the step is validated.
     """
     if not evaluation.loss_seen:
         return evaluation
@@ -208,7 +207,7 @@ def in_full_precision(evaluation: Evaluation) -> Evaluation:
     batch = replace(evaluation.batch, passes=tuple(passes))
     loss, portion = batch.recorded_loss, evaluation.portion
     assert loss is not None
-    if not portion.alone:
+    if portion.world.size > 1:
         total = portion.world.total([float(loss)], "loss")[0]
         loss, portion = like(loss, total), replace(portion, recorded_loss=total)
     return replace(evaluation, loss=loss, batch=batch, portion=portion)

@@ -66,9 +66,9 @@ class Evaluation:
     returned: Any
     """What the closure returned."""
     returned_loss: Tensor
-    """The same as a tensor without dimensions."""
+    """The loss that the closure returned, as a tensor without dimensions."""
     loss: Tensor
-    """The same, but for a closure in half precision: see `in_full_precision`."""
+    """Equal to `returned_loss`, except for a closure in half precision: see `in_full_precision`."""
     weight_decay: PerParameter
     """η."""
     batch: Batch
@@ -86,9 +86,9 @@ class Evaluation:
     """This rank's portion of the mini-batch. `returned`, `batch` and `factors` are its own; losses and
     gradients are those of all ranks."""
     clipped: float = 1.0
-    """What clipping has multiplied the gradient by; 1 if that is not known."""
+    """The factor by which clipping has changed the gradient; 1 if it is not known."""
     gradients: Mapping[nn.Parameter, Tensor] | None = None
-    """Sums of the gradients of all ranks; None if those in the parameters are right already."""
+    """Sums of the gradients of all ranks; None if `p.grad` has them already."""
 
     @property
     def examples(self) -> int:
@@ -104,7 +104,7 @@ class Evaluation:
     def recorded_loss(self) -> Tensor | None:
         """The sum of the recorded loss calls, of all ranks; None if not all were recorded."""
         own, portion = self.batch.recorded_loss, self.portion
-        if own is None or portion.alone:
+        if own is None or portion.world.size == 1:
             return own
         return None if portion.recorded_loss is None else like(own, portion.recorded_loss)
 
@@ -121,7 +121,7 @@ class Evaluation:
 
     @cached_property
     def numbers(self) -> "HostNumbers":
-        """What the host needs before a step is computed, in one synchronisation with the device."""
+        """The numbers that decisions before the step depend on, in one synchronisation with the device."""
         eta, parameters = self.weight_decay, self.network.parameters
         recorded = None if self.reevaluate is None else self.recorded_loss
         terms = [terms for part in self.batch.passes for terms in part.terms]
@@ -137,7 +137,7 @@ class Evaluation:
         norms, found = rest[: len(flat)], rest[len(flat) :]
         penalty = sum(eta[p] / 2 * n for p, n in zip(parameters, norms, strict=False))
         sums, weight = iter(found[::2]), self.portion.weight
-        if self.portion.alone:
+        if self.world.size == 1:
             totals = [one.total_of(None if one.weight is None else next(sums)) for one in terms]
             weight = sum(
                 total for one, total in zip(terms, totals, strict=True) if one.likelihood.saturates
@@ -212,7 +212,7 @@ class Evaluation:
         }
 
     def names_without_gradient(self) -> list[str]:
-        """What the closure left no gradient in: units, and parameters of those that it left some in."""
+        """Names without a gradient: of whole units, and of single parameters where a unit has some."""
         names = []
         for n in sorted(self.without_gradient):
             unit = self.network.units[n]
@@ -234,7 +234,7 @@ class Evaluation:
         return math.isfinite(largest) and abs(loss - other) <= tolerance
 
     def lost_to_clipping(self, delta: Matrices, slope: float) -> float:
-        """What M(δ) − M(0) lacks by a gradient that clipping has multiplied by c.
+        """The part of M(δ) − M(0) that is missing because clipping has multiplied the gradient by c.
 
         The objective follows the whole gradient: with g the clipped one of the loss and H = diag(η),
         M(δ) − M(0) = gᵀδ/c + θᵀHδ + ½ δᵀ(F + λI + H)δ, whereas `slope` is gᵀδ + θᵀHδ.
@@ -269,7 +269,7 @@ class Evaluation:
 
     def _over_ranks(self, loss: Tensor) -> Tensor:
         """The sum of the ranks' parts of a loss."""
-        if self.portion.alone:
+        if self.world.size == 1:
             return loss
         return like(loss, self.world.total([float(loss)], "loss")[0])
 

@@ -3,7 +3,7 @@
 Pure; a refresh that starts in the background is begun by the optimizer when the step is committed. A block
 without a usable inverse is repaired by itself: more damping, its last inverse, or the plain gradient.
 float64 and jitter have been tried before (`linalg/spd.py`). An inverse is usable if all of its numbers are
-finite: a decomposition may fail without a word.
+finite: a decomposition may fail silently.
 """
 
 import math
@@ -29,7 +29,7 @@ MORE_DAMPING = (10.0, 100.0)
 
 @dataclass(frozen=True)
 class Chosen:
-    """The best proposal, and what became of the inverse."""
+    """The best proposal, and the inverse after it."""
 
     proposal: Proposal
     candidates: tuple[float, ...]
@@ -144,7 +144,7 @@ def repair(
     gamma: float,
     damped: DampedInverse,
 ) -> tuple[DampedInverse, list[Event]]:
-    """The inverse with something usable in the place of every block that is not; and what that is."""
+    """The inverse with every unusable block replaced, and an event for each kind of replacement."""
     units, curvature = proposer.network.units, proposer.curvature
     pieces = without_unusable(damped.pieces)
     if any(a is not b for a, b in zip(pieces, damped.pieces, strict=False)):
@@ -152,7 +152,7 @@ def repair(
     if not damped.failures:
         return damped, []
     events: dict[EventKind, list[str]] = {}
-    mended: dict[int, Piece] = {}
+    replaced: dict[int, Piece] = {}
     for n, message in damped.failures:
         named = f"{units[n].name!r} ({message})"
         piece = _more_damped(settings.inverse, curvature, gamma, n)
@@ -167,14 +167,14 @@ def repair(
                 plain(curvature, gamma, n, proposer.evaluation.gradient),
                 EventKind.BLOCK_PLAIN,
             )
-        mended[n] = piece
+        replaced[n] = piece
         events.setdefault(kind, []).append(named)
     said = {
         EventKind.BLOCK_DAMPED: "more damping is used for",
         EventKind.BLOCK_FAILED: "the last good inverse is kept of",
         EventKind.BLOCK_PLAIN: "the plain gradient is used for",
     }
-    return damped.repaired(mended), [
+    return damped.repaired(replaced), [
         Event(kind, f"γ = {gamma:.4g}: {said[kind]} {', '.join(names)}.")
         for kind, names in events.items()
     ]

@@ -23,6 +23,7 @@ from kronfac.distributed import World
 from kronfac.errors import StateError
 from kronfac.groups import Groups, PerParameter, check_group, parameters_in
 from kronfac.model import Learned, Matrices, Network, Unit
+from kronfac.record.discovery import learned_state, restored
 from kronfac.settings import Settings
 from kronfac.step.inverses import Inverter
 from kronfac.step.state import State, initial_gamma, initial_state
@@ -64,7 +65,7 @@ def save(state: State, network: Network, settings: Settings) -> dict[str, Any]:
         units=tuple(unit.name for unit in network.units),
         inverse_settings=repr(settings.inverse),
         **{f.name: getattr(state, f.name) for f in fields(state)},
-        learned=network.learned_state(),
+        learned=learned_state(network),
     )
     packed: dict[str, Any] = pack(saved)
     return packed
@@ -219,7 +220,7 @@ def unpack_state(
     saved.check(layouts)
     _check_links(saved.curvature, settings)
     state = _continued(saved, fresh, settings, weight_decay)
-    network = network.continued(order, state.curvature, saved.learned)
+    network = restored(network, order, state.curvature, saved.learned)
     return state, network
 
 

@@ -38,8 +38,8 @@ def take_step(optimizer: Stepping, closure: Closure | None, changed: bool) -> An
 
     Args:
         optimizer: a `KFAC`.
-        closure: computes loss and gradients; None to go by the gradients that there are.
-        changed: whether somebody has written to the parameters since the last step.
+        closure: computes loss and gradients; None to use the gradients in the parameters.
+        changed: whether the parameters were changed from outside since the last step.
     """
     with all_or_nothing(optimizer) as snapshot:
         ended, returned = _end_loop(optimizer, closure, snapshot)
@@ -59,15 +59,16 @@ def take_step(optimizer: Stepping, closure: Closure | None, changed: bool) -> An
                     return returned
                 evaluation = step.evaluate_again(closure)
             outcome = step.compute(evaluation, last.outlier)
-            agree(evaluation, outcome)
+            if evaluation.world.size > 1:
+                agree(evaluation, outcome)
             step.commit(evaluation, outcome, last)
     return returned if ended else evaluation.returned
 
 
 def _end_loop(optimizer: Stepping, closure: Closure | None, snapshot: Snapshot) -> tuple[bool, Any]:
-    """Whether a closure, which is called, has the last of several micro-batches; and what it returned.
+    """Call a closure that may end a loop of micro-batches: whether it does, and the value it returned.
 
-    If it drops the gradients before it, these were not for this step: it will be called again.
+    If it drops earlier gradients, they were not for this step: the closure is then called again.
     """
     earlier = optimizer._recorder.records
     if closure is None or not earlier:
@@ -91,12 +92,12 @@ class Transition:
 
 
 class _Attempt:
-    """A step that is being made, with the network and the state that it will leave.
+    """A step in progress, with the network and the state that it will leave.
 
     Args:
-        optimizer: a `KFAC`, which stays as it is until the commit.
-        snapshot: of it.
-        callers: the caller's autocast, for closures.
+        optimizer: a `KFAC`, unchanged until the commit.
+        snapshot: of the optimizer and its model.
+        callers: the caller's autocast, which the closure runs in.
     """
 
     def __init__(self, optimizer: Stepping, snapshot: Snapshot, callers: Context) -> None:
@@ -217,7 +218,7 @@ class _Attempt:
         with self.watch("commit"), uninterrupted():
             if isinstance(outcome, RefusedError):
                 causes = Event(outcome.cause, str(outcome)), Event(EventKind.REFUSED, str(outcome))
-                # What was found out about loop and network in it does not count.
+                # The findings of a refused step about gradients are dropped.
                 self.state = replace(self.state, gradients=self.optimizer._state.gradients)
                 self._become(self._report(evaluation, last, causes))
                 return
@@ -228,7 +229,7 @@ class _Attempt:
             self.optimizer.network, self.state = network, outcome.state
             report = outcome.report
             self._become(replace(report, next_rho=last.rho, events=(*last.events, *report.events)))
-            # Not before: nobody would want the refresh of a step that is not taken.
+            # Only now: a step that is not taken needs no refresh.
             if outcome.state.refresh is not None:
                 outcome.state.refresh.begin()
 
@@ -249,7 +250,7 @@ class _Attempt:
     def _report(
         self, evaluation: Evaluation, last: Validation, events: tuple[Event, ...]
     ) -> StepReport:
-        """What is known if no step is taken."""
+        """The report of a call that takes no step."""
         gamma = self.state.gamma
         return StepReport(
             iteration=self.state.iteration + 1,
@@ -274,8 +275,8 @@ def compute_step(
 ) -> Transition:
     """The step from this mini-batch and the state after it.
 
-    From a mini-batch whose loss is an `outlier`, it is a step for the next one to validate. All is solved
-    for a learning rate of 1; the step that is taken, and what is predicted for it, are by `rates`.
+    The next mini-batch validates a step from an `outlier`. (α, μ) are solved for a learning rate of 1;
+    `rates` then scale the step and its predicted change.
 
     Raises:
         RefusedError: loss, gradient, statistics or step are not finite.
@@ -375,10 +376,10 @@ _LOSS_NOT_SEEN = Event(
 
 
 def agree(evaluation: Evaluation, outcome: Transition | RefusedError) -> None:
-    """Let no rank take a step before all of them have the same one.
+    """Check that all ranks have computed the same step.
 
     Raises:
-        RankError: they have not.
+        RankError: their steps differ.
     """
     step = [0.0] * 4
     if isinstance(outcome, Transition):

@@ -6,7 +6,7 @@ Pure; θ is rolled back by `take.py` if the step is rejected.
 import math
 from dataclasses import dataclass, replace
 
-from kronfac.control import Kept, LongMemory, Losses, Measurement, Pending, StepState, Verdict
+from kronfac.control import Kept, LongMemory, Losses, Measurement, Pending, StepState
 from kronfac.report import REJECTED_BY, Event, EventKind
 from kronfac.settings import Settings
 from kronfac.step.evaluation import Evaluation
@@ -52,16 +52,10 @@ def validate(settings: Settings, evaluation: Evaluation, state: State) -> Valida
     verdict = acceptance.validate(state.acceptance, m, losses)
     if verdict is None:
         return unvalidated
-    return _validation(settings, state, pending, verdict, unvalidated.outlier)
-
-
-def _validation(
-    settings: Settings, state: State, pending: Pending, verdict: Verdict, outlier: bool
-) -> Validation:
     damping = settings.damping.update(state.damping, verdict.measurement)
     after = replace(state, acceptance=verdict.state, damping=damping)
     if verdict.cause is None:
-        return Validation(after, verdict.rho, outlier=outlier)
+        return Validation(after, verdict.rho, outlier=unvalidated.outlier)
     # What the step taught is kept: statistics and inverse, a larger λ.
     momentum = None if pending.kept is None else pending.kept.momentum
     after = replace(after, step=replace(state.step, momentum=momentum))

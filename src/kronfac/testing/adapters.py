@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from kronfac.model import Matrices, Network, Site, record_uses
+from kronfac.model import Matrices, Network, Site, find_network, record_uses
 from kronfac.objective import Gaussian, objective_of
 
 
@@ -24,7 +24,7 @@ def check_adapter(module: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -
     """
     module = copy.deepcopy(module).double()
     args = tuple(a.double() if _floating(a) else a for a in args)
-    network = Network.of(module, objective_of(Gaussian()))
+    network = find_network(module, objective_of(Gaussian()))
     unknown = [u.name for u in network.units if not u.chosen]
     assert not unknown, f"No adapter describes {unknown} of {type(module).__name__}."
     for site in network.sites:

@@ -150,15 +150,8 @@ def _observe(
     else:
         sides = [(p, p) for p in _tuple(0 if padding == "valid" else padding, dims)]
     x = _pad(_batch(input, dims).to(weight.dtype), sides)
-    _record(
-        see,
-        outputs,
-        Patches(x, kernel, _tuple(stride, dims), dilation),
-        weight,
-        bias,
-        groups,
-        input,
-    )
+    patches = Patches(x, kernel, _tuple(stride, dims), dilation)
+    _record(see, outputs, patches, weight, bias, groups)
     return outputs
 
 
@@ -198,7 +191,7 @@ def _observe_transposed(
     sides = zip(kernel, dilation, _tuple(padding, dims), more, strict=True)
     x = _pad(wide, [(d * (k - 1) - p, d * (k - 1) - p + extra) for k, d, p, extra in sides])
     patches = Patches(x, kernel, (1,) * dims, dilation, reverse=True)
-    _record(see, outputs, patches, known, bias, groups, input)
+    _record(see, outputs, patches, known, bias, groups)
     return outputs
 
 
@@ -227,20 +220,19 @@ def _record(
     weight: Tensor | None,
     bias: Tensor | None,
     groups: int,
-    source: Tensor,
 ) -> None:
     """Record a product with patches."""
     dims = len(patches.kernel)
     own_weight, own_bias = see.parameter(weight), see.parameter(bias)
     if groups == 1:
         layout = Layout(partial(_last, dims=dims), dim=0)
-        see.uses.product(outputs, [(own_weight, patches), (own_bias, None)], layout, source)
+        see.uses.product(outputs, [(own_weight, patches), (own_bias, None)], layout)
         return
     # (images, groups · channels, …) → (groups, images, places, channels · kernel)
     apart = patches.x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1)
     columns = replace(patches, x=apart).all().unflatten(0, (groups, -1))
     arrange = partial(_by_group, groups=groups, dims=dims)
-    see.uses.grouped(outputs, [(own_weight, columns), (own_bias, None)], arrange, source)
+    see.uses.grouped(outputs, [(own_weight, columns), (own_bias, None)], arrange)
 
 
 def _last(g: Tensor, dims: int) -> Tensor:

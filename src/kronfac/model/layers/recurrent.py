@@ -7,7 +7,7 @@ each matrix has one use, with time steps as places, and the gradient of the whol
 σ = sigmoid:
 
 - RNN:   h = f(s + q)
-- LSTM:  c = σ_f c₋ + σ_i tanh(s_g + q_g),  h = u = σ_o tanh c, or W_hr u
+- LSTM:  c = σ_f c₋ + σ_i tanh(s_g + q_g),  h = σ_o tanh c
 - GRU:   n = tanh(s_n + σ_r q_n),  h = (1 − σ_z) n + σ_z h₋
 
 Tensors are (time, batch, features), with the gates side by side in the features: examples are dimension 1.
@@ -94,10 +94,14 @@ def _recurrent(function: Function, step: Step, see: SeeFunctions, *args: Any) ->
     first = not packed and args[8]
     start = list(given) if isinstance(given, (list, tuple)) else [given]
     see.give_up_inputs(function, data, *start)
-    data = data.transpose(0, 1) if first else data
-    times = Times.packed(args[1], data.device) if packed else Times()
     directions = 2 if both else 1
     each = len(flat) // (layers * directions)
+    if each % 2:  # with W_hr, of proj_size
+        see.give_up_inputs(function, *flat)
+        found: tuple[Tensor, ...] = function(*args)
+        return found
+    data = data.transpose(0, 1) if first else data
+    times = Times.packed(args[1], data.device) if packed else Times()
     ends: list[list[Tensor]] = [[] for _ in start]
     for layer in range(layers):
         some = slice(layer * directions, (layer + 1) * directions)
@@ -108,14 +112,14 @@ def _recurrent(function: Function, step: Step, see: SeeFunctions, *args: Any) ->
             state = tuple(h) if len(h) > 1 else h[0]
             options = (bias, 1, 0.0, training, both)
             back = options if packed else (*options, False)
-            found = times.padded(function(*front, state, weights, *back)[0])
+            h_torch = times.padded(function(*front, state, weights, *back)[0])
         outputs, x = [], times.padded(data)
-        for d, own in enumerate(found.chunk(directions, dim=-1)):
+        for d, own in enumerate(h_torch.chunk(directions, dim=-1)):
             turn = times.backwards if d else _same
             parameters = weights[d * each : (d + 1) * each]
             begin = [state[d] for state in h]
             states, last = _direction(
-                see, function, step, times.counts, turn(x), turn(own), begin, parameters, bias
+                see, function, step, times.counts, turn(x), turn(own), begin, parameters
             )
             outputs.append(turn(states))
             for end, value in zip(ends, last, strict=True):
@@ -140,7 +144,6 @@ def _direction(
     found: Tensor,
     begin: Sequence[Tensor],
     parameters: Sequence[Tensor],
-    bias: bool,
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """The outputs of one direction of a layer, with their graph, and its last states.
 
@@ -152,11 +155,10 @@ def _direction(
         x: the inputs.
         found: h as torch computes it.
         begin: the first states, (batch, features) each.
-        parameters: W_ih, W_hh, b_ih and b_hh if there are any, W_hr if there is one.
-        bias: whether there are b_ih and b_hh.
+        parameters: W_ih, W_hh, and b_ih and b_hh if there are any.
     """
-    W_ih, W_hh, *others = parameters
-    b_ih, b_hh = others[:2] if bias else (None, None)
+    W_ih, W_hh = parameters[:2]
+    b_ih, b_hh = parameters[2:] or (None, None)
     before = torch.cat([begin[0].detach().unsqueeze(0), found[:-1]])
 
     def product(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -168,35 +170,17 @@ def _direction(
     s, q = product(x.contiguous(), W_ih, b_ih), product(before, W_hh, b_hh)
 
     W = W_hh.detach().mT
-
-    def through_time(project: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-        """The states h of all times, and all states at the end."""
-        states, outputs = list(begin), []
-        times = zip(s.unbind(), q.unbind(), before.unbind(), strict=True)
-        for t, (s_t, q_t, h) in enumerate(times):
-            # The addend is zero, with the derivative of q by h₋.
-            u, *rest = step(s_t, torch.addmm(q_t, states[0] - h, W), *states)
-            new = [project(t, u), *rest]
-            if counts is not None:  # the states of a sequence that has ended stay
-                pairs = zip(new, states, strict=True)
-                new = [torch.where(counts[t].unsqueeze(-1), now, old) for now, old in pairs]
-            states = new
-            outputs.append(states[0])
-        return torch.stack(outputs), states
-
-    W_hr = others[-1] if len(others) % 2 else None
-    if W_hr is None:
-        return through_time(lambda t, u: u)
-    known: list[Tensor] = []
-
-    def note(t: int, u: Tensor) -> Tensor:
-        known.append(u)
-        return functional.linear(u, W_hr)
-
-    with torch.no_grad():
-        through_time(note)
-    projected = product(torch.stack(known), W_hr, None)
-    return through_time(lambda t, u: projected[t] + functional.linear(u - known[t], W_hr.detach()))
+    states, outputs = list(begin), []
+    times = zip(s.unbind(), q.unbind(), before.unbind(), strict=True)
+    for t, (s_t, q_t, h) in enumerate(times):
+        # The addend is zero, with the derivative of q by h₋.
+        new = step(s_t, torch.addmm(q_t, states[0] - h, W), *states)
+        if counts is not None:  # the states of a sequence that has ended stay
+            pairs = zip(new, states, strict=True)
+            new = tuple(torch.where(counts[t].unsqueeze(-1), now, old) for now, old in pairs)
+        states = list(new)
+        outputs.append(states[0])
+    return torch.stack(outputs), states
 
 
 def _cell(
@@ -241,7 +225,7 @@ for _function, _step in CELLS.items():
 
 
 class RecurrentAdapter(Layer):
-    """Two matrices with their biases for every layer and direction, and perhaps a projection."""
+    """Two matrices with their biases for every layer and direction; none are seen with `proj_size`."""
 
     def groups(self, module: nn.Module) -> list[tuple[str, ...]]:
         """By layer and direction."""
@@ -251,7 +235,6 @@ class RecurrentAdapter(Layer):
             for direction in ("", "_reverse") if module.bidirectional else ("",):
                 end = f"l{layer}{direction}"
                 found += [(f"weight_{m}_{end}", f"bias_{m}_{end}") for m in ("ih", "hh")]
-                found += [(f"weight_hr_{end}",)] if module.proj_size else []
         return found
 
 

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,27 +23,139 @@ from torch.optim.adamw import adamw
 from kronfac.distributed import World, inner_model, refuse_distributed
 from kronfac.errors import LoopError, NonFiniteError, NotPositiveDefiniteError
 from kronfac.groups import Params
-from kronfac.linalg.polar import normalized, polar
-from kronfac.model.input_factors import InputObserver, MatrixLayout, Seen, precise
+from kronfac.linalg.polar import normalized, polar, polar_cost
+from kronfac.linalg.spd import eigh, shifted_inverse
+from kronfac.model.input_factors import InputObserver, Seen, precise
+from kronfac.model.network import MatrixLayout
 from kronfac.model.side_effects import device_of, without_traces
 from kronfac.warn import warn
-from kronfac.whitened_momentum.methods import (
-    ADAM,
-    METHODS,
-    POLAR,
-    EverydayPlan,
-    InputFactors,
-    Treatment,
-    choose,
-    planned,
-)
 
+METHODS = ("adam", "polar", "whitened")
+"""A state has the place of its method in this list: torch's loading of states takes no text."""
+ADAM, POLAR, WHITENED = range(3)
 RMS = 0.2
 """Size of an update per learning rate and number, as Adam's has [Moonlight, arXiv 2502.16982]."""
 WARM_UP = 0.02
 """The share of the horizon in which the learning rate rises."""
+POLAR_DAMPING, WHITENED_DAMPING = 0.2, 0.03
+"""Of A, in units of its mean eigenvalue."""
+POLAR_PAYS, WHITENING_PAYS = 0.5, 4.0
+"""What a method's products may cost, in units of the layer's own forward and backward pass."""
+WIDE = 4
+"""A is kept for weights with at most so many times as many inputs as outputs, which bounds the state."""
+REFRESH_SHARE = 0.1
+"""What inverses may cost on average, in units of the layer's own forward and backward pass."""
+INVERSE_COST, EIGH_COST = 2, 25
+"""Operations of an inverse and an eigendecomposition, in n³, by the time that they take beside products."""
 LARGE = 2**18
 """Numbers of a weight from which it has products of its own; smaller ones of equal shape share them."""
+
+
+# ------------------------------------------------------------------------------ methods and their cost
+
+
+def due(iteration: int, interval: int) -> bool:
+    """Whether it is time: at multiples of the interval and, before the first one, at powers of two."""
+    early = iteration < interval and iteration & (iteration - 1) == 0
+    return early or iteration % interval == 0
+
+
+@dataclass(frozen=True)
+class InputFactors:
+    """How A is estimated."""
+
+    interval: int = 20
+    """Steps from one sample of inputs to the next. At first there are more, at steps 0, 1, 2, 4, 8, 16."""
+    decay: float = 0.9
+    """Of the moving average: min(1 − 1/k, decay) at its k-th update."""
+    rows: int | None = 1024
+    """Vectors in a sample, for each product; None for all."""
+    widest: int = 2048
+    """Weights with more inputs have A = I."""
+
+
+class Treatment(NamedTuple):
+    """What is done with a parameter: numbers only, which are kept in its state."""
+
+    method: int
+    rows: int
+    """The vectors that it is multiplied with in a step."""
+    transposed: int
+    groups: int
+    parts: int
+
+    @property
+    def layout(self) -> MatrixLayout:
+        """How it is read as matrices."""
+        return MatrixLayout(*self[2:])
+
+    def has_factor(self, p: Tensor, inputs: InputFactors | None) -> bool:
+        """Whether there is an A, and memory for it and its inverse."""
+        if inputs is None or self.method == ADAM:
+            return False
+        b, m, n = self.layout.size(p.shape)
+        return n <= inputs.widest and self.groups * n <= WIDE * b * m
+
+    def inverse_cost(self, p: Tensor) -> int:
+        """Operations of one inverse."""
+        cost = INVERSE_COST if self.method == POLAR else EIGH_COST
+        return cost * self.groups * self.layout.size(p.shape)[2] ** 3
+
+    def refresh_interval(self, p: Tensor, inputs: InputFactors) -> int:
+        """Steps from one inverse to the next, from what it costs."""
+        steps = self.inverse_cost(p) / (REFRESH_SHARE * 6 * p.numel() * max(self.rows, 1))
+        return inputs.interval * max(2, math.ceil(steps / inputs.interval))
+
+    def inverted(self, A: Tensor) -> Tensor:
+        """(A + ε ā I)⁻¹, or (A/ā + ε I)^(−1/2), for every A (groups, n, n)."""
+        return torch.stack([self._inverted(each) for each in A])
+
+    def _inverted(self, A: Tensor) -> Tensor:
+        mean = A.diagonal().mean()
+        if self.method == POLAR:
+            return shifted_inverse(A, POLAR_DAMPING * mean, "A")
+        values, vectors = eigh(A / mean, "A")
+        return (vectors * (values + WHITENED_DAMPING).rsqrt()) @ vectors.mT
+
+
+def choose(
+    p: Tensor, seen: Seen, method: str, inputs: InputFactors | None
+) -> tuple[Treatment, str]:
+    """What is done with a parameter, and why.
+
+    Args:
+        p: the parameter.
+        seen: what forward passes have shown of it.
+        method: that of its group.
+        inputs: whether there are A's.
+    """
+
+    def treated(method: int) -> Treatment:
+        return Treatment(method, seen.rows, *seen.layout)
+
+    if p.dim() < 2 or not p.numel():
+        return treated(ADAM), "not a matrix"
+    if method != "auto":
+        return treated(METHODS.index(method)), "chosen by its group"
+    _, m, n = seen.layout.size(p.shape)
+    for reason, holds in (
+        ("an embedding", seen.lookup),
+        ("no products with it were seen", not seen.rows),
+        ("the last layer", seen.head),
+        ("one row or column", min(m, n) < 2),
+    ):
+        if holds:
+            return treated(ADAM), reason
+    share = polar_cost(m, n) / (6 * m * n * seen.rows)
+    if share <= POLAR_PAYS:
+        return treated(POLAR), f"{share:.2f} of its own products"
+    why = f"polar would cost {share:.1f} of its own products"
+    if treated(WHITENED).has_factor(p, inputs) and n / (3 * seen.rows) <= WHITENING_PAYS:
+        return treated(WHITENED), why
+    return treated(ADAM), f"{why}, and whitening is no better"
+
+
+# ---------------------------------------------------------------------------------- what users can read
 
 
 @dataclass(frozen=True)
@@ -59,6 +171,66 @@ class EverydayReport:
     """The names of the parameters that have each method."""
     failures: dict[str, str]
     """Weights whose last A was of no use, and why; the one before it is in use, or none."""
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """What one parameter gets."""
+
+    name: str
+    shape: tuple[int, ...]
+    method: str
+    why: str
+    products: float
+    """Operations of its products with inputs, forward and backward."""
+    added: float
+    """Operations that its method adds to a step, inverses and samples included."""
+    bytes: int
+    """Of its state."""
+
+    @classmethod
+    def of(
+        cls, name: str, p: Tensor, seen: Seen, method: str, inputs: InputFactors | None
+    ) -> "ParameterPlan":
+        """The plan for a parameter; the arguments are those of `choose`."""
+        chosen, why = choose(p, seen, method, inputs)
+        added, numbers = 0.0, p.numel() * (2 if chosen.method == ADAM else 1)
+        if chosen.method == POLAR:
+            b, m, n = chosen.layout.size(p.shape)
+            added += b * polar_cost(m, n)
+        if inputs is not None and chosen.has_factor(p, inputs):
+            n = chosen.layout.size(p.shape)[2]
+            sample = min(seen.rows, inputs.rows or seen.rows)
+            refresh = chosen.inverse_cost(p) / chosen.refresh_interval(p, inputs)
+            added += 2 * p.numel() * n + 2 * sample * n**2 / inputs.interval + refresh
+            numbers += 2 * chosen.groups * n**2
+        size, products = numbers * precise(p.dtype).itemsize, 6.0 * p.numel() * seen.rows
+        return cls(name, tuple(p.shape), METHODS[chosen.method], why, products, added, size)
+
+    def __str__(self) -> str:
+        shape, share = "×".join(map(str, self.shape)), self.added / max(self.products, 1.0)
+        return (
+            f"{self.name:40} {shape:>16} {self.method:9} {share:6.2f} {self.bytes:12,}  {self.why}"
+        )
+
+
+@dataclass(frozen=True)
+class EverydayPlan:
+    """What all parameters get, and what it costs."""
+
+    rows: list[ParameterPlan]
+    cost: float
+    """Operations of a step in units of AdamW's, as far as they are products with weights."""
+    state: float
+    """Bytes of the state, in units of the parameters' own."""
+
+    def __str__(self) -> str:
+        head = f"{'parameter':40} {'shape':>16} {'method':9} {'added':>6} {'bytes':>12}  why"
+        cost = f"{self.cost:.2f} × AdamW's. State: {self.state:.1f} × the parameters."
+        return "\n".join([head, *map(str, self.rows), f"Cost of a step: {cost}"])
+
+
+# ------------------------------------------------------------------------------------------ the optimizer
 
 
 class WhitenedMomentum(torch.optim.Optimizer):
@@ -167,7 +339,7 @@ class WhitenedMomentum(torch.optim.Optimizer):
                 self._update(group, None if on_host else finite)
         for group in self.param_groups:
             group["iteration"] = iteration + 1
-        if self.inputs is not None and self.inputs.due(iteration + 1):
+        if self.inputs is not None and due(iteration + 1, self.inputs.interval):
             self._arm()
         return loss
 
@@ -194,32 +366,31 @@ class WhitenedMomentum(torch.optim.Optimizer):
         for p in group["params"]:
             if p.grad is None or not p.numel():
                 continue
-            if not self.state[p]:
-                self._begin(p, group["method"])
-            treatment = self._treatment(p)
-            key: tuple[Any, ...] = (treatment.method, p.dtype, p.device)
-            if treatment.method != ADAM:
-                size = treatment.layout.size(p.shape)
-                key += (size, "inverse" in self.state[p], id(p) if p.numel() >= LARGE else 0)
+            state = self._begun(p, group)
+            method, *_ = treatment = Treatment(*state["treatment"])
+            key: tuple[Any, ...] = (method, p.dtype, p.device)
+            if method != ADAM:
+                alone = id(p) if p.numel() >= LARGE else 0
+                key += (treatment.layout.size(p.shape), "inverse" in state, alone)
             buckets.setdefault(key, []).append(p)
-        for key, bucket in buckets.items():
-            states = [self.state[p] for p in bucket]
-            own = None if finite is None else finite.to(bucket[0].device)
-            update = _update_by_adam if key[0] == ADAM else _update_matrices
-            update(bucket, states, group, own)
+        for (method, dtype, device, *_), bucket in buckets.items():
+            exact, states = precise(dtype), [self.state[p] for p in bucket]
+            own = [p.to(exact) for p in bucket]  # the parameters themselves in full precision
+            gradients = [_gradient(p).to(exact) for p in bucket]
+            update = _update_by_adam if method == ADAM else _update_matrices
+            update(own, gradients, states, group, None if finite is None else finite.to(device))
+            for p, new in zip(bucket, own, strict=True) if exact != dtype else ():
+                p.copy_(new)
 
     # ----------------------------------------------------------------------------- methods and factors
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _treatment(self, p: Tensor) -> Treatment:
-        return Treatment(*self.state[p]["treatment"])
-
     def _sampled(self, p: Tensor) -> bool:
         """Whether A is taken of a weight's inputs; of one without a method, if it might need one."""
         if self.state.get(p):
-            return self._treatment(p).has_factor(p, self.inputs)
+            return Treatment(*self.state[p]["treatment"]).has_factor(p, self.inputs)
         return self.inputs is not None and p[0].numel() <= self.inputs.widest
 
     def _arm(self) -> None:
@@ -233,32 +404,31 @@ class WhitenedMomentum(torch.optim.Optimizer):
         """Take over what forward passes have shown, on all ranks."""
         found = self._observer.disarm()
         world, parameters = World.current(), self._parameters()
-        facts = {
-            str(n): [*map(int, (*seen.layout, seen.rows, seen.lookup, seen.head))]
+        facts = [
+            [n, *map(int, (*seen.layout, seen.rows, seen.lookup, seen.head))]
             for n, p in enumerate(parameters)
             if (seen := found.get(id(p))) is not None
-        }
+        ]
         # Ranks decide alike: by what the first of them has seen.
         facts = world.exchange(facts, device_of(self.model), "statistics")[0]
-        for n, numbers in facts.items():
-            seen = Seen(MatrixLayout(*numbers[:3]), *numbers[3:])
-            self._shown[id(parameters[int(n)])] = seen
+        for n, *numbers in facts:
+            self._shown[id(parameters[n])] = Seen(MatrixLayout(*numbers[:3]), *numbers[3:])
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None and p.numel() and not self.state[p]:
-                    self._begin(p, group["method"])
+                if p.grad is not None and p.numel():
+                    self._begun(p, group)
         if not (self._shown or iteration):
             warn(
                 "WhitenedMomentum has seen no product of a weight in a forward pass with gradients, and "
-                "uses Adam for all parameters. Give it the module that the loop calls, compiled if that is."
+                "uses Adam for all parameters. Give it the module that the loop calls or, if "
+                "that is compiled, the one that torch.compile(model) returns."
             )
-        if self.inputs is None or not self.inputs.due(iteration):
+        if self.inputs is None or not due(iteration, self.inputs.interval):
             return
-        known = [parameters[int(n)] for n in facts]
-        sampled = [p for p in known if self.state.get(p) and self._sampled(p)]
+        sampled = [p for n, *_ in facts if self.state.get(p := parameters[n]) and self._sampled(p)]
         grams, counts = [], []
         for p in sampled:
-            seen, treatment = found.get(id(p), Seen()), self._treatment(p)
+            seen, treatment = found.get(id(p), Seen()), Treatment(*self.state[p]["treatment"])
             n = treatment.layout.size(p.shape)[2]
             zeros = p.new_zeros(treatment.groups, n, n, dtype=precise(p.dtype))
             grams.append(zeros if seen.gram is None else seen.gram)
@@ -266,32 +436,33 @@ class WhitenedMomentum(torch.optim.Optimizer):
         counts = world.sum(grams, "statistics", numbers=counts) if grams else []
         for p, gram, count in zip(sampled, grams, counts, strict=True):
             if count:
-                self._average(p, gram / count, iteration)
+                self._average(p, gram / count, iteration, self.inputs)
 
-    def _begin(self, p: Tensor, method: str) -> None:
-        """Choose the method of a parameter, which it keeps, and make its state."""
-        seen, state = self._shown.get(id(p), Seen()), self.state[p]
-        treatment, _ = choose(p, seen, method, self.inputs)
-        state["treatment"] = tuple(treatment)
-        zeros = torch.zeros_like(p, dtype=precise(p.dtype))
-        if treatment.method == ADAM:
-            state |= {"step": zeros.new_zeros((), dtype=torch.float32), "exp_avg": zeros}
-            state["exp_avg_sq"] = zeros.clone()
-        else:
-            state["momentum"] = zeros
+    def _begun(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter; the first time, its method is chosen, which it keeps."""
+        state: dict[str, Any] = self.state[p]
+        if not state:
+            treatment, _ = choose(p, self._shown.get(id(p), Seen()), group["method"], self.inputs)
+            zeros = torch.zeros_like(p, dtype=precise(p.dtype))
+            state["treatment"] = tuple(treatment)
+            if treatment.method == ADAM:
+                state |= {"step": zeros.new_zeros((), dtype=torch.float32), "exp_avg": zeros}
+                state["exp_avg_sq"] = zeros.clone()
+            else:
+                state["momentum"] = zeros
+        return state
 
-    def _average(self, p: Tensor, A: Tensor, iteration: int) -> None:
+    def _average(self, p: Tensor, A: Tensor, iteration: int, inputs: InputFactors) -> None:
         """Take a sample's A into the moving average, and invert that if it is time."""
-        assert self.inputs is not None
-        state, treatment, name = self.state[p], self._treatment(p), self._name(p)
+        state, name = self.state[p], self._name(p)
+        treatment = Treatment(*state["treatment"])
         try:
             if not bool(A.diagonal(dim1=1, dim2=2).sum().isfinite()):
                 raise NonFiniteError("The weight's inputs hold NaN or infinity.")
             samples = state["samples"] = state.get("samples", 0) + 1
-            weight = 1 - min(1 - 1 / samples, self.inputs.decay)
+            weight = 1 - min(1 - 1 / samples, inputs.decay)
             state["A"] = A if samples == 1 else torch.lerp(state["A"], A, weight)
-            every = treatment.refresh_interval(p, self.inputs)
-            if iteration % every == 0 or (iteration < every and iteration & (iteration - 1) == 0):
+            if due(iteration, treatment.refresh_interval(p, inputs)):
                 state["inverse"] = treatment.inverted(state["A"])
             self._failures.pop(name, None)
         except (NonFiniteError, NotPositiveDefiniteError) as error:
@@ -326,18 +497,14 @@ class WhitenedMomentum(torch.optim.Optimizer):
         """Train further parameters, such as those of a layer that was added to the model."""
         super().add_param_group(param_group)
         group, number = self.param_groups[-1], len(self.param_groups) - 1
-        small, share = "finite and not negative", "at least 0 and below 1"
         for key, rule, holds in (
-            ("lr", small, lambda rate: 0 <= float(rate) < math.inf),
-            ("weight_decay", small, lambda decay: 0 <= decay < math.inf),
-            ("momentum", share, lambda beta: 0 <= beta < 1),
-            (
-                "betas",
-                f"two numbers {share}",
-                lambda betas: [0 <= b < 1 for b in betas] == [True] * 2,
-            ),
+            ("lr", "finite and not negative", lambda lr: 0 <= float(lr) < math.inf),
+            ("weight_decay", "finite and not negative", lambda decay: 0 <= decay < math.inf),
+            ("momentum", "at least 0 and below 1", _is_share),
+            ("betas", "two numbers at least 0 and below 1",
+             lambda betas: len(betas) == 2 and all(map(_is_share, betas))),
             ("method", f"one of {('auto', *METHODS)}", ("auto", *METHODS).__contains__),
-        ):
+        ):  # fmt: skip
             if not holds(group[key]):
                 raise ValueError(
                     f"WhitenedMomentum's {key} is {rule}; group {number} has {group[key]!r}."
@@ -409,20 +576,19 @@ class WhitenedMomentum(torch.optim.Optimizer):
             found = observer.disarm()
             if armed:
                 self._arm()
-        rows = []
-        for group in self.param_groups:
-            for p in group["params"]:
-                seen = found.get(id(p), Seen())
-                treatment, why = choose(p, seen, group["method"], self.inputs)
-                rows.append(planned(self._name(p), p, treatment, why, self.inputs))
-        products, added, size = (
-            sum(getattr(row, name) for row in rows) for name in ("products", "added", "bytes")
-        )
-        own = sum(p.numel() * p.element_size() for p in self._parameters())
-        return EverydayPlan(rows, 1 + added / max(products, 1.0), size / max(own, 1))
+        rows = [
+            ParameterPlan.of(
+                self._name(p), p, found.get(id(p), Seen()), group["method"], self.inputs
+            )
+            for group in self.param_groups
+            for p in group["params"]
+        ]
+        cost = 1 + sum(row.added for row in rows) / max(sum(row.products for row in rows), 1.0)
+        size = sum(p.numel() * p.element_size() for p in self._parameters())
+        return EverydayPlan(rows, cost, sum(row.bytes for row in rows) / max(size, 1))
 
 
-# ------------------------------------------------------------------------------------- the updates
+# ------------------------------------------------------------------------------------------- the updates
 
 
 def _gradient(p: Tensor) -> Tensor:
@@ -430,15 +596,19 @@ def _gradient(p: Tensor) -> Tensor:
     return p.grad
 
 
+def _is_share(number: float) -> bool:
+    return 0 <= number < 1
+
+
 def _update_matrices(
-    bucket: Sequence[Tensor],
+    own: Sequence[Tensor],
+    gradients: list[Tensor],
     states: Sequence[dict[str, Any]],
     group: dict[str, Any],
     finite: Tensor | None,
 ) -> None:
     """Update weights of equal shape and method."""
     momenta = [state["momentum"] for state in states]
-    gradients = [_gradient(p).to(M.dtype) for p, M in zip(bucket, momenta, strict=True)]
     rate, beta = group["lr"], group["momentum"]
     if finite is not None:
         # In place of a gradient that is not finite the momentum itself, which stays as it is.
@@ -454,12 +624,9 @@ def _update_matrices(
     X = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
     X = normalized(polar(X) if treatments[0].method == POLAR else X)
     X = X * (-rate * RMS * math.sqrt(X.shape[1] * X.shape[2]))
-    parts = X.split(len(X) // len(bucket))
-    for p, treatment, part in zip(bucket, treatments, parts, strict=True):
-        own = p.to(part.dtype)  # the parameter itself in full precision
-        own.mul_(1 - rate * group["weight_decay"]).add_(treatment.layout.join(part, p.shape))
-        if own is not p:
-            p.copy_(own)
+    parts = X.split(len(X) // len(own))
+    for p, treatment, part in zip(own, treatments, parts, strict=True):
+        p.mul_(1 - rate * group["weight_decay"]).add_(treatment.layout.join(part, p.shape))
 
 
 def _times(D: Tensor, M: Tensor) -> Tensor:
@@ -468,31 +635,19 @@ def _times(D: Tensor, M: Tensor) -> Tensor:
 
 
 def _update_by_adam(
-    bucket: Sequence[Tensor],
+    own: list[Tensor],
+    gradients: list[Tensor],
     states: Sequence[dict[str, Any]],
     group: dict[str, Any],
     finite: Tensor | None,
 ) -> None:
     """Update parameters by torch's AdamW, which skips a step by itself."""
-    exact = states[0]["exp_avg"].dtype
-    own = [p.to(exact) for p in bucket]  # the parameters themselves in full precision
-    adamw(
-        own,
-        [_gradient(p).to(exact) for p in bucket],
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        [],
-        [state["step"] for state in states],
-        fused=True,
-        found_inf=None if finite is None else 1 - finite,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
+    means, squares, counts = (
+        [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
     )
-    for p, new in zip(bucket, own, strict=True):
-        if new is not p:
-            p.copy_(new)
+    beta1, beta2 = group["betas"]
+    adamw(
+        own, gradients, means, squares, [], counts,
+        fused=True, found_inf=None if finite is None else 1 - finite, amsgrad=False, maximize=False,
+        beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+    )  # fmt: skip
