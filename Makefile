@@ -30,7 +30,7 @@ RELEASE_PIP := $(TOOLS) -m pip --disable-pip-version-check
 .PHONY: help setup demo checks browser test fast-tests nightly docs figures format dist release-check clean
 
 help:
-	@echo "make demo      train a deep autoencoder with K-FAC and two others, two minutes"
+	@echo "make demo      train a deep autoencoder with four optimizers, two minutes"
 	@echo "make test      all checks and the fast tests"
 	@echo "make nightly   all checks and all tests, the slow ones too"
 	@echo "make docs      build the documentation site, site/index.html"

@@ -16,7 +16,7 @@ BUDGETS = {
     "constructor arguments": (17, 12),
     "modules that a step enters": (67, 25),
     "test lines": (43_000, 28_000),
-    "experiments, lines": (11_800, 10_000),
+    "experiments, lines": (10_000, 10_000),
     "words of docs": (36_000, 36_000),
 }
 """Upper bounds, to be lowered to the goals of the design and not to be raised."""

@@ -1,7 +1,9 @@
 """`import kronfac` brings little beyond torch: counted in modules, as seconds depend on the machine."""
 
+import inspect
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +75,10 @@ def test_every_public_name_is_there_and_listed():
     for name, message in (("Nothing", "'Nothing'$"), ("SampledFisher", "it is in kronfac.extend")):
         with pytest.raises(AttributeError, match=message):
             getattr(kronfac, name)
+
+
+def test_no_public_function_has_the_name_of_a_module():
+    found = pkgutil.walk_packages(kronfac.__path__, "kronfac.")
+    modules = {module.name.rpartition(".")[2] for module in found}
+    functions = [name for name in kronfac.__all__ if inspect.isfunction(getattr(kronfac, name))]
+    assert not modules.intersection(functions)

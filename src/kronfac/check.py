@@ -76,11 +76,10 @@ def check(
         closure = "Give step() a closure, in which every loss is seen, or declare"
         warnings["others"] = (
             f"The gradient of {_list(found.others)} is not that of the losses that KFAC sees the {where} "
-            "call: a penalty or another loss is in it, or derivatives by torch.autograd.grad, which "
-            "KFAC can't repeat. The curvature is that of the losses seen. "
-            f"{closure if where == 'loop' else 'Declare'} the rest with "
-            "kronfac.observe. Weight decay is KFAC(weight_decay=…). Derivatives of the outputs are seen "
-            "if kronfac.physics.WithDerivatives takes them."
+            "call, whose curvature it uses: a penalty or another loss is in it, or derivatives by "
+            f"torch.autograd.grad. {closure if where == 'loop' else 'Declare'} the rest with "
+            "kronfac.observe. Weight decay is KFAC(weight_decay=…). Derivatives of the outputs are seen if "
+            "kronfac.physics.WithDerivatives takes them."
         )
         return Findings(evaluation, warnings), state
     if found.unseen:
@@ -111,9 +110,9 @@ def _untrained(evaluation: Evaluation, left_out: Collection[int]) -> dict[str, s
         return warnings  # which will be an error
     if idle := evaluation.names_without_gradient():
         warnings["gradients"] = (
-            f"The {_where(evaluation)} left no gradient in {_list(idle)}, which counts as one of zero: "
-            "layers that are left out of some mini-batches are no mistake. What the loss never depends "
-            "on is better frozen, with requires_grad_(False) before KFAC is made."
+            f"The {_where(evaluation)} left no gradient in {_list(idle)}; KFAC takes it as zero, which is "
+            "right for layers that only some mini-batches use. Freeze what the loss never depends on, with "
+            "requires_grad_(False) before KFAC is made."
         )
     if evaluation.batch.outside:
         shapes = ", ".join(str(tuple(shape)) for shape in evaluation.batch.outside)
@@ -125,13 +124,12 @@ def _untrained(evaluation: Evaluation, left_out: Collection[int]) -> dict[str, s
     if evaluation.batch.assumed:
         given = type(network.objective.module).__name__
         warnings["assumed loss"] = (
-            "KFAC.step() has not seen a loss in the closure, only calls of the model: the curvature is "
-            f"that of the {given} that KFAC was given, at the model's outputs, which may be far from the "
-            "loss's own, and losses are compared by calling the closure again. A loss by hand, such as "
-            "(r**2).mean(), is not seen: call kronfac.least_squares(r), nn.MSELoss() or another loss of "
-            "torch.nn, or a kronfac.GaussNewton(loss) for what is convex in the outputs; or declare "
-            "what the outputs predict with kronfac.observe. Derivatives by torch.autograd.grad can't be "
-            "repeated: take them with kronfac.physics.WithDerivatives."
+            "KFAC.step() has not seen a loss in the closure, so its curvature is that of the "
+            f"{given} that KFAC was given, which may be far off. In place of a loss by hand, such as "
+            "(r**2).mean(), call kronfac.least_squares(r), a loss of torch.nn, or "
+            "kronfac.GaussNewton(loss) if it is convex in the outputs; or declare what the outputs predict "
+            "with kronfac.observe. In place of torch.autograd.grad, take derivatives with "
+            "kronfac.physics.WithDerivatives."
         )
     return warnings
 

@@ -1,7 +1,7 @@
-"""K-FAC in front of another optimizer: p.grad ← (A ⊗ G + damping)⁻¹ p.grad, and no more.
+"""K-FAC in front of another optimizer: p.grad ← (A ⊗ G + damping)⁻¹ p.grad.
 
-No λ rule, no quadratic model, no validation: the length of the step is the other optimizer's. Statistics
-and inverses are those of `KFAC`; so is the saved state, with rules that stay as they are.
+There is no rule for λ, no quadratic model and no validation: the other optimizer chooses the length of the
+step. Statistics, inverses and the saved state are those of `KFAC`, with fixed rules.
 """
 
 import math
@@ -87,23 +87,23 @@ class Preconditioner:
             instance, which damps as it says.
         fisher: `"sampled"`, `"empirical"`, `"exact"`, or an instance.
         factor_interval: steps from one update of A and G to the next.
-        inverse_interval: steps from one inverse to the next. Both are at most a quarter of the steps so
-            far: at first the network changes so fast that an inverse is soon out of date.
+        inverse_interval: steps from one inverse to the next. Both intervals are at most a quarter of the
+            steps so far, because the network changes fast at first.
         decay: ceiling of the moving averages' decay min(1 − 1/k, decay) at their k-th update.
         kl_clip: κ, a bound on the step: gradients are multiplied by ν = min(1, √(κ / (lr² Σ gᵀΔ))), g being
             the gradient before and Δ after. None for no bound.
         lr: the learning rate of the optimizer that comes after, for `kl_clip`.
         grad_scaler: the `GradScaler` that scales the loss, if there is one. Call its
             `unscale_(optimizer)` before `step`.
-        params: what is preconditioned: parameters of the model. Others keep their gradients. None for all
-            that are not frozen.
-        statistics_fraction: the share of the mini-batch that A and G are taken on; None for 1/8, or 250
-            examples if that is more.
+        params: parameters of the model to precondition; others keep their gradients. None for all that
+            are not frozen.
+        statistics_fraction: the share of the mini-batch that A and G are estimated on; None for 1/8, or
+            250 examples if that is more.
 
     `damping` and `lr` may also be functions of the number of steps taken.
 
-    On several processes of `torch.distributed`, statistics are those of all ranks, and all have the same
-    inverse. What is preconditioned is the gradient in `p.grad`: average it before `step`, as
+    On several processes of `torch.distributed`, statistics are those of all ranks, and all ranks have the
+    same inverse. `step` preconditions what is in `p.grad`: average gradients before it, as
     DistributedDataParallel does, or after it.
     """
 
@@ -178,12 +178,12 @@ class Preconditioner:
     def step(self) -> None:
         """Overwrite `p.grad` of every parameter by the preconditioned gradient.
 
-        If a gradient is not finite, all stay as they are: a `GradScaler` skips such a step. On several
-        ranks they do on all of them if one has such a gradient. An exception leaves all as they are.
+        If a gradient is not finite on any rank, all gradients stay as they are: a `GradScaler` skips such
+        a step. An exception leaves them as they are too.
 
         Raises:
-            LoopError: there are no gradients, or no call of the model that they are of.
-            RankError: another rank has failed, or does something else.
+            LoopError: there are no gradients, or the calls of the model and the loss were not recorded.
+            RankError: another rank has failed, or is elsewhere in its loop.
         """
         self._world = World.current()
         try:
@@ -227,7 +227,7 @@ class Preconditioner:
         if state.current is None or _due(step, refreshed, self.inverse_interval):
             state, refreshed = self._with_inverse(state), step
         if state.current is None:
-            return  # told of
+            return  # warned in _with_inverse
         self._replace(state.current.inverse)
         self._state, self.steps = state, step
         self._updated, self._refreshed = updated, refreshed
@@ -335,7 +335,7 @@ class Preconditioner:
             return state
         if current and (current.iteration, current.lambda_) == (state.iteration, damping):
             return state  # there is nothing new to invert
-        old = None if state.current is None else state.current.inverse
+        old = None if current is None else current.inverse
         inverter = Inverter(self.settings.inverse, state.curvature, self._world)
         made = inverter.damped(math.sqrt(damping))
         if isinstance(made, Exception):

@@ -154,11 +154,19 @@ REMEDIES = {
 """What to do instead of an argument that other optimizers have, or that KFAC had."""
 
 
+IN_FRONT = {
+    "sides": "kronfac.WhitenedMomentum preconditions by the inputs alone.",
+    "momentum": "The optimizer that comes after has its own.",
+    "weight_decay": "The optimizer that comes after has its own.",
+}
+"""The same for `Preconditioner`."""
+
+
 def refuse_unknown(who: str, unknown: Mapping[str, Any]) -> None:
     """Raise a TypeError for arguments that `KFAC` or `Preconditioner` does not have."""
     for name, value in unknown.items():
-        remedy = REMEDIES.get(name) if who == "KFAC" else None
-        remedy = remedy or f"Its arguments are in help(kronfac.{who})."
+        remedies = REMEDIES if who == "KFAC" else IN_FRONT
+        remedy = remedies.get(name, f"Its arguments are in help(kronfac.{who}).")
         raise TypeError(f"{who} has no argument {name!r}; got {name}={value!r}. {remedy}")
 
 

@@ -92,9 +92,12 @@ def truth(gamma: float):
     return damped.mv([V.double() for V in vector(0)])
 
 
-@pytest.mark.parametrize("gamma", [1.0, 1e-5**0.5])
-def test_float32_with_rank_deficient_statistics(gamma):
-    """λ₀ = 1 and the paper's η = 1e-5 as γ²: finite, positive, and close to the float64 inverse."""
+@pytest.mark.parametrize(("gamma", "close"), [(1.0, True), (1e-5**0.5, True), (1e-4, False)])
+def test_float32_with_rank_deficient_statistics(gamma, close):
+    """λ₀ = 1, the paper's η = 1e-5 as γ², the floor of `GammaSearch`: finite and positive.
+
+    At the first two it is also close to the float64 inverse.
+    """
     curvature = image_statistics()
     assert torch.linalg.matrix_rank(curvature.blocks[0].A) <= CASES
     damped = BlockTridiagonalInverse().prepare(curvature).damped(gamma)
@@ -103,19 +106,8 @@ def test_float32_with_rank_deficient_statistics(gamma):
         U = damped.mv(V)
         assert all(u.isfinite().all() for u in U)
         assert sum((u.double() * v.double()).sum() for u, v in zip(U, V, strict=True)) > 0
-        if seed == 0:
-            for u, expected in zip(U, truth(gamma), strict=True):
-                assert (u - expected).norm() < 1e-2 * expected.norm()
-
-
-def test_float32_at_the_smallest_gamma_stays_positive():
-    """1e-4 is the floor of `GammaSearch`."""
-    damped = BlockTridiagonalInverse().prepare(image_statistics()).damped(1e-4)
-    for seed in range(3):
-        V = vector(seed)
-        U = damped.mv(V)
-        assert all(u.isfinite().all() for u in U)
-        assert sum((u.double() * v.double()).sum() for u, v in zip(U, V, strict=True)) > 0
+        for u, expected in zip(U, truth(gamma), strict=True) if close and seed == 0 else ():
+            assert (u - expected).norm() < 1e-2 * expected.norm()
 
 
 # ------------------------------------------------------------------------------- units outside chains

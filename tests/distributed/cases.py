@@ -5,11 +5,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kronfac import KFAC, Intervals
-from kronfac.control import ConjugateGradients
+from kronfac import KFAC, ConjugateGradients, Intervals, Preconditioner, WhitenedMomentum
+from kronfac.storage import tensors_in
+from kronfac.whitened_momentum import InputFactors
 from tests.distributed.ranks import Case
 
 STEPS = 20
@@ -76,24 +78,28 @@ class Words(nn.Module):
         return logits
 
 
-def regression(k: int, n: int) -> tuple[Tensor, Tensor]:
+Batch = tuple[Tensor, Tensor]
+Data = Callable[[int, int], Batch]
+
+
+def regression(k: int, n: int) -> Batch:
     x = torch.randn(n, 5, generator=generator(k), dtype=torch.float64)
     return x, torch.stack([x.sum(1).sin(), x[:, 0] * x[:, 1], x[:, 2].abs()], 1)
 
 
-def images(k: int, n: int) -> tuple[Tensor, Tensor]:
+def images(k: int, n: int) -> Batch:
     x = torch.randn(n, 2, 5, 5, generator=generator(k), dtype=torch.float64)
     return x, (x[:, 0].mean((1, 2)) > 0).long() + (x[:, 1].mean((1, 2)) > 0).long()
 
 
-def words(k: int, n: int) -> tuple[Tensor, Tensor]:
+def words(k: int, n: int) -> Batch:
     tokens = torch.randint(7, (n, 4), generator=generator(k))
     targets = tokens.roll(1, 1)
     targets[tokens == 0] = -100  # as many as fall on a rank
     return tokens, targets
 
 
-def all_words(k: int, n: int) -> tuple[Tensor, Tensor]:
+def all_words(k: int, n: int) -> Batch:
     tokens, _ = words(k, n)
     return tokens, tokens.roll(1, 1)
 
@@ -110,63 +116,148 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
+def portion(k: int, examples: int, rank: int, size: int, data: Data = regression) -> Batch:
+    """A rank's part of the k-th mini-batch: equal parts, if there are."""
+    own = part(examples, rank, size)
+    if examples % size == 0:
+        own = slice(rank * examples // size, (rank + 1) * examples // size)
+    x, y = data(k, examples)
+    return x[own], y[own]
+
+
+class Front:
+    """A preconditioner in front of SGD.
+
+    Args:
+        model: maybe wrapped.
+        loss: of outputs and targets.
+        share: of this rank in each mini-batch; None if DistributedDataParallel averages gradients.
+        late: whether they are averaged after they are preconditioned.
+        settings: of the preconditioner.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        share: Callable[[], float] | None,
+        late: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.model, self.share, self.late = model, share, late
+        self.sgd = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        self.own = Preconditioner(model, loss, **{"damping": 0.1, "lr": 0.02, **settings})
+
+    def zero_grad(self) -> None:
+        self.sgd.zero_grad()
+
+    def step(self) -> None:
+        if not self.late:
+            self._average()
+        self.own.step()
+        if self.late:
+            self._average()
+        self.sgd.step()
+
+    def _average(self) -> None:
+        """The gradient of all examples from those of the ranks, as a loop without a wrapper has it."""
+        for p in self.model.parameters() if self.share else ():
+            assert p.grad is not None
+            p.grad.mul_(self.share())
+            dist.all_reduce(p.grad)
+
+
+def front(
+    model: nn.Module, loss: nn.Module, ddp: bool = False, examples: int = 26, **settings: Any
+) -> Front:
+    def share() -> float:
+        return len(portion(0, examples, dist.get_rank(), dist.get_world_size())[0]) / examples
+
+    return Front(model, loss, None if ddp else share, **settings)
+
+
+def everyday(model: nn.Module, loss: nn.Module, **settings: Any) -> WhitenedMomentum:
+    inputs = InputFactors(rows=None)  # of all rows, at steps 0, 1, 2, 4, 8 and 16
+    return WhitenedMomentum(model, 0.02, **{"method": "polar", "inputs": inputs, **settings})
+
+
+def numbers(optimizer: Any) -> list[float]:
+    """Numbers that all ranks have to agree on after a step."""
+    if isinstance(optimizer, Front):
+        return [float(optimizer.own.steps)]
+    report = optimizer.report
+    if isinstance(optimizer, KFAC):
+        return [report.loss, report.lambda_, report.gamma, report.alpha or 0.0]
+    return [*report.lr, report.skipped]
+
+
 def train(
     rank: int,
     size: int,
     *,
+    build: Callable[..., Any] = KFAC,
     make: Callable[[], nn.Module] = perceptron,
-    data: Callable[[int, int], tuple[Tensor, Tensor]] = regression,
+    data: Data = regression,
     loss: nn.Module | None = None,
     examples: int = 26,
     loop: str = "closure",
+    chunks: int = 1,
     ddp: bool = False,
     **settings: Any,
 ) -> Mapping[str, Any]:
-    """Twenty steps, every rank with its part of each mini-batch."""
-    model: nn.Module = make().double()
-    inner = model
-    loss = nn.MSELoss() if loss is None else loss
-    even = examples % size == 0
+    """Twenty steps, every rank with its part of each mini-batch.
+
+    Args:
+        rank: of this process.
+        size: how many there are.
+        build: the optimizer, from model, loss and settings.
+        make: the model.
+        data: the k-th mini-batch.
+        loss: of outputs and targets.
+        examples: of a mini-batch.
+        loop: "own" for `KFAC.closure`, "closure" for one of the loop's, else "loop"; "clipped" clips, and
+            with "inner" the optimizer gets the module inside of DistributedDataParallel.
+        chunks: micro-batches of a rank.
+        ddp: whether the model is wrapped.
+        settings: of the optimizer.
+    """
+    inner = make().double()
+    model, loss = inner, nn.MSELoss() if loss is None else loss
     if ddp:
-        assert even, "the objective is another one"
+        assert examples % size == 0, "the objective is another one"
         model = DistributedDataParallel(model)
-    optimizer = KFAC(model if ddp and loop != "inner" else inner, loss, **settings)
+    optimizer = build(inner if loop == "inner" else model, loss, **settings)
     reports, events = [], []
     for k in range(STEPS):
-        x, y = data(k, examples)
-        own = part(examples, rank, size)
-        if even:
-            own = slice(rank * examples // size, (rank + 1) * examples // size)
-        x, y = x[own], y[own]
+        x, y = portion(k, examples, rank, size, data)
+
+        def passes(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            for xs, ys in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
+                outputs = model(xs)
+                if outputs.dim() == 3:  # of every token
+                    outputs, ys = outputs.flatten(0, 1), ys.flatten()  # noqa: PLW2901
+                value: Tensor = loss(outputs, ys)
+                (value * (len(xs) / len(x))).backward()
+            return value
+
         if loop == "own":
             optimizer.step(optimizer.closure(x, y))
         elif loop == "closure":
-
-            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-                optimizer.zero_grad()
-                outputs = model(x)
-                if outputs.dim() == 3:  # of every token
-                    outputs, y = outputs.flatten(0, 1), y.flatten()
-                value: Tensor = loss(outputs, y)
-                value.backward()
-                return value
-
-            optimizer.step(closure)
+            optimizer.step(passes)
         else:
-            optimizer.zero_grad()
-            chunks = 2 if loop == "accumulated" else 1
-            for xs, ys in zip(x.chunk(chunks), y.chunk(chunks), strict=True):
-                value = loss(model(xs), ys)
-                (value * (len(xs) / len(x))).backward()
+            passes()
             if loop == "clipped":
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
-        report = optimizer.report
-        assert report is not None
-        reports.append([report.loss, report.lambda_, report.gamma, report.alpha or 0.0])
-        events += [f"{k}: {event.kind.name}" for event in report.events]
-    numbers = torch.tensor(reports, dtype=torch.float64)
-    return {"parameters": flat(inner), "reports": numbers, "events": events}
+        reports.append(numbers(optimizer))
+        if isinstance(optimizer, KFAC):
+            events += [f"{k}: {event.kind.name}" for event in optimizer.report.events]
+    found = {"parameters": flat(inner), "reports": torch.tensor(reports, dtype=torch.float64)}
+    if isinstance(optimizer, Front):
+        state = tensors_in(optimizer.own.state_dict())
+        found["state"] = torch.cat([t.double().reshape(-1) for t in state])
+    return {**found, "events": events}
 
 
 EXACT: dict[str, Any] = {
@@ -184,7 +275,7 @@ CASES: dict[str, Case] = {
     "first-few": partial(train, intervals=Intervals(0.05, 0.1)),
     "sum": partial(train, loss=nn.MSELoss(reduction="sum"), weight_decay=1e-3, **EXACT),
     "loop": partial(train, loop="loop", weight_decay=1e-3, **EXACT),
-    "accumulated": partial(train, loop="accumulated", examples=24, **EXACT),
+    "accumulated": partial(train, loop="loop", chunks=2, examples=24, **EXACT),
     "convolutional": partial(
         train, make=convolutional, data=images, loss=nn.CrossEntropyLoss(), **FRACTIONS
     ),
@@ -202,7 +293,7 @@ CASES: dict[str, Case] = {
     "unseen-exact": partial(train, make=Unseen, **EXACT),
     "unseen-sampled": partial(train, make=Unseen, **FRACTIONS),
     "unseen-accumulated": partial(
-        train, make=Unseen, loop="accumulated", examples=24, ddp=True, **FRACTIONS
+        train, make=Unseen, loop="loop", chunks=2, examples=24, ddp=True, **FRACTIONS
     ),
     "ddp-clipped": partial(train, loop="clipped", ddp=True, examples=24, **EXACT),
     "lag": partial(train, intervals=LAGGED),
@@ -216,5 +307,29 @@ for inverse in ("block_diagonal", "block_tridiagonal", "ekfac"):
     CASES[inverse] = partial(train, inverse=inverse, **EXACT)
     CASES[f"{inverse}-sampled"] = partial(train, inverse=inverse, **FRACTIONS)
     CASES[f"{inverse}-ddp"] = partial(train, inverse=inverse, ddp=True, examples=24, **EXACT)
-for kind in ("closure", "loop", "inner", "own", "accumulated"):
+for kind in ("closure", "loop", "inner", "own"):
     CASES[f"ddp-{kind}"] = partial(train, ddp=True, examples=24, loop=kind, **FRACTIONS)
+CASES["ddp-accumulated"] = partial(CASES["ddp-loop"], chunks=2)
+
+FRONT = partial(train, build=front, loop="loop")
+SOME: dict[str, Any] = {"statistics_fraction": 0.3}
+IMAGES: dict[str, Any] = {"make": convolutional, "data": images, "loss": nn.CrossEntropyLoss()}
+CASES |= {
+    "front": partial(FRONT, **SOME),
+    "front-late": partial(FRONT, late=True, **SOME),
+    "front-ddp": partial(FRONT, build=partial(front, ddp=True), ddp=True, examples=24, **SOME),
+    "front-ekfac": partial(FRONT, inverse="ekfac", inverse_interval=3, **SOME),
+    "front-exact": partial(FRONT, fisher="exact", factor_interval=2, inverse_interval=4),
+    "front-clipped": partial(FRONT, kl_clip=1e-3, **SOME),
+    "front-unseen": partial(FRONT, make=Unseen, **SOME),
+    "front-words": partial(FRONT, make=Words, data=all_words, loss=nn.CrossEntropyLoss(), **SOME),
+    "front-images": partial(FRONT, **IMAGES, **SOME),
+}
+CASES["front-accumulated"] = partial(CASES["front-ddp"], chunks=2)
+
+EVERYDAY = partial(train, build=everyday, loop="loop", ddp=True, examples=24)
+CASES |= {
+    "everyday": EVERYDAY,
+    "everyday-whitened": partial(EVERYDAY, loop="inner", chunks=2, method="whitened", steps=STEPS),
+    "everyday-images": partial(EVERYDAY, method="auto", **IMAGES),
+}

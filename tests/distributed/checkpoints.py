@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kronfac import KFAC
 from kronfac.distributed import WholeState
-from tests.distributed.cases import FRACTIONS, LAGGED, flat, part, perceptron, regression
+from tests.distributed.cases import FRACTIONS, LAGGED, flat, perceptron, portion
 from tests.distributed.ranks import Case
 
 SAVED_AT, STEPS, EXAMPLES = 7, 15, 24
@@ -46,11 +46,7 @@ def train(
     for k in range(0 if saving else SAVED_AT, STEPS):
         if saving and k == SAVED_AT:
             dcp.save(state(), checkpoint_id=folder)
-        x, y = regression(k, EXAMPLES)
-        own = slice(rank * EXAMPLES // size, (rank + 1) * EXAMPLES // size)
-        if not ddp:
-            own = part(EXAMPLES, rank, size)
-        optimizer.step(optimizer.closure(x[own], y[own]))
+        optimizer.step(optimizer.closure(*portion(k, EXAMPLES, rank, size)))
     return {"parameters": flat(inner)}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kronfac import KFAC
 from kronfac.errors import RankError
-from tests.distributed.cases import flat, perceptron, regression
+from tests.distributed.cases import Batch, flat, perceptron, portion
 from tests.distributed.ranks import Case
 
 EXAMPLES = 12
@@ -22,10 +22,8 @@ class BrokenError(RuntimeError):
     """A fault of one rank."""
 
 
-def batch(k: int, rank: int, size: int) -> tuple[Tensor, Tensor]:
-    x, y = regression(k, EXAMPLES)
-    own = slice(rank * EXAMPLES // size, (rank + 1) * EXAMPLES // size)
-    return x[own], y[own]
+def batch(k: int, rank: int, size: int) -> Batch:
+    return portion(k, EXAMPLES, rank, size)
 
 
 def attempt(take: Callable[[], Any]) -> str:

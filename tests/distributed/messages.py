@@ -9,7 +9,7 @@ from torch import nn
 
 from kronfac import KFAC, Intervals
 from kronfac.distributed import World
-from tests.distributed.cases import perceptron, regression
+from tests.distributed.cases import perceptron, portion
 from tests.distributed.ranks import Case
 
 STEPS = 34
@@ -35,18 +35,16 @@ def told(
     optimizer = KFAC(model, nn.MSELoss(), **settings)
     world = World.current()
     assert world.size > 1
-    own = slice(rank * EXAMPLES // size, (rank + 1) * EXAMPLES // size)
     found = []
     for k in range(STEPS):
-        x, y = regression(k, EXAMPLES)
-        before, sums = Counter(world.tally.messages), world.tally.sums
-        optimizer.step(optimizer.closure(x[own], y[own]))
+        before, sums = Counter(world.messages), world.sums
+        optimizer.step(optimizer.closure(*portion(k, EXAMPLES, rank, size)))
         report = optimizer.report
         assert report is not None
         found.append(
             {
-                "messages": dict(world.tally.messages - before),
-                "sums": world.tally.sums - sums,
+                "messages": dict(world.messages - before),
+                "sums": world.sums - sums,
                 "validated": report.next_rho is not None,
                 "measured": report.rho is not None,
             }

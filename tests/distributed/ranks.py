@@ -66,7 +66,6 @@ def main(folder: Path, sizes: list[int], names: list[str]) -> int:
         cases,
         checkpoints,
         disagreements,
-        everyday,
         inverse_faults,
         messages,
         preconditioned,
@@ -78,11 +77,9 @@ def main(folder: Path, sizes: list[int], names: list[str]) -> int:
         cases.CASES,
         checkpoints.CASES,
         disagreements.CASES,
-        everyday.CASES,
         inverse_faults.CASES,
         messages.CASES,
         preconditioned.CASES,
-        preconditioned.BROKEN,
         refused_models.CASES,
     )
     known = {name: case for some in several for name, case in some.items()}

@@ -5,7 +5,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kronfac.distributed.assignment import assign
+from kronfac.distributed.world import assign
 
 
 def loads(costs, assignment, ranks):

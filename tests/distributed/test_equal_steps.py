@@ -30,6 +30,14 @@ QUICK = (
     "ddp-inner",
     "ddp-own",
     "lag",
+    "front",
+    "front-late",
+    "front-ddp",
+    "front-unseen",
+    "front-words",
+    "everyday",
+    "everyday-whitened",
+    "everyday-images",
 )
 TOLERANCE = 1e-10
 """‖θ − θ₁‖ / ‖θ₁‖ after twenty steps, θ₁ those of one process, in float64: what rounding comes to."""
@@ -65,8 +73,8 @@ def check(folder: Path, name: str, sizes: Sequence[int] = SIZES) -> None:
     for size in sizes[1:]:
         ranks = load(folder, name, size)
         for other in ranks[1:]:
-            assert torch.equal(other["parameters"], ranks[0]["parameters"])
-            assert torch.equal(other["reports"], ranks[0]["reports"])
+            for part in {"parameters", "reports", "state"} & other.keys():
+                assert torch.equal(other[part], ranks[0][part])
         theta, expected = ranks[0]["parameters"], one["parameters"]
         assert float((theta - expected).norm() / expected.norm()) <= TOLERANCE
         torch.testing.assert_close(ranks[0]["reports"], one["reports"], rtol=1e-8, atol=1e-12)

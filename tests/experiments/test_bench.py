@@ -1,27 +1,15 @@
 """`kronfac bench`: tiny real runs, their tables, and answers to mistakes."""
 
 import pytest
-import torch
+from rich.console import Console
 
-from kronfac_experiments import problems
-from kronfac_experiments.bench import import_time, mnist, steps
+from kronfac_experiments.bench import import_time, mnist, ranks, steps
 from kronfac_experiments.options import command_line
-from tests.experiments.runs import kronfac
+from tests.experiments.runs import kronfac, tiny_problems
 
 STEP = (
-    "step",
-    "--problem",
-    "curves",
-    "--threads",
-    1,
-    "--batches",
-    20,
-    "--repeats",
-    2,
-    "--steps",
-    2,
+    "step --problem curves --threads 1 --batches 20 --repeats 2 --steps 2 --inverses block_diagonal"
 )
-STEP += ("--inverses", "block_diagonal")
 
 
 def bench(*words):
@@ -30,9 +18,9 @@ def bench(*words):
 
 def test_a_step_is_measured_by_part(tmp_path):
     page = tmp_path / "step.md"
-    assert bench(*STEP, "--output", page) == 0
+    assert bench(*STEP.split(), "--output", page) == 0
     text = page.read_text()
-    assert "Made by `kronfac bench step --threads 1 --output" in text
+    assert "Made by `kronfac bench step --threads 1 --problem curves" in text
     assert "float32, 1 thread, seed 0, torch" in text
     assert "| block-diagonal, m = 20 |" in text
     for part in ("gradient", "statistics", "direction", "fisher products"):
@@ -80,10 +68,7 @@ def test_the_import_is_measured_in_processes_of_its_own(tmp_path):
 
 
 def test_examples_to_an_error_are_compared_with_the_threshold(tmp_path, monkeypatch, capsys):
-    data = torch.rand(40, 12, generator=torch.Generator().manual_seed(0))
-    tiny = problems.Problem("mnist", (12, 6, 3, 6, 12), "bernoulli", 1e-5, 40, 10)
-    monkeypatch.setitem(problems.PROBLEMS, "mnist", tiny)
-    monkeypatch.setattr(problems, "load", lambda name: (data, data[:10]))
+    tiny_problems(monkeypatch, "mnist")
     monkeypatch.setattr(mnist, "MOST_ITERATIONS", 20)
     monkeypatch.setattr(mnist, "ERROR", 2.0)
     words = ("mnist", "--seeds", 0, 1, 2, "--runs", tmp_path, "--threads", 1)
@@ -102,12 +87,43 @@ def test_mnist_by_defaults_takes_at_most_100_000_examples(real_data, tmp_path):
     assert bench("mnist", "--runs", tmp_path) == 0
 
 
+@pytest.mark.slow
+def test_two_processes_send_gradients_statistics_and_inverses(tmp_path, monkeypatch):
+    config = ranks.RanksConfig(
+        processes=(1, 2),
+        widths=(200, 100, 10),
+        batch=64,
+        warm_up=3,
+        steps=4,
+        repeats=1,
+        output=tmp_path / "page.md",
+    )
+    found = ranks.measure(config, Console(quiet=True))
+    sizes = {size: len(runs) for size, runs in found.items()}
+    assert sizes == {1: 1, 2: 2}
+    parameters = 201 * 100 + 101 * 10
+    statistics = sum(n * (n + 1) / 2 for n in (201, 100, 101, 10))
+    # Gradient and statistics in every step; inverses as large as the statistics in a part of them.
+    least = 4 * (parameters + statistics)
+    (sent,) = found[2][0].travelled
+    assert least < sent / 2 < 4 * least
+    for run in found[2]:
+        assert run.messages[0] > run.sums[0] >= 2
+    assert found[1][0].messages == [0]
+    monkeypatch.setattr(ranks, "measure", lambda config, console: found)
+    ranks.ranks_command(config)
+    assert "\n| 2 |" in (tmp_path / "page.md").read_text()
+
+
 def test_the_command_says_what_is_not_default():
     config = steps.StepConfig(seed=3, batches=(10, 20), output=None)
     assert command_line("bench step", config) == "kronfac bench step --seed 3 --batches 10 20"
 
 
 MISTAKES = {
+    "authors-run --fractions 2": "--fractions are in (0, 1]",
+    "authors-run --iterations 0": "--iterations is 1 or more; got 0",
+    "ranks --processes 0": "--processes is 1 or more; got 0",
     "step --batches 0": "--batches is 1 or more; got 0",
     "step --batches 20001 --problem curves": "at most the 20,000 cases of curves; got 20001",
     "step --repeats 0": "--repeats is 1 or more",

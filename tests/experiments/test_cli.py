@@ -55,9 +55,8 @@ def test_every_command_explains_itself(command, capsys):
     assert out.count("default") + out.count("required") >= len(options)
 
 
-@pytest.mark.parametrize("command", ["train", "data"])
-def test_no_help_text_shows_a_none(command, capsys):
-    assert kronfac(command, "--help") == 0
+def test_no_help_text_shows_a_none(capsys):
+    assert kronfac("train", "--help") == 0
     assert "None" not in capsys.readouterr().out
 
 
@@ -123,9 +122,6 @@ MISTAKES = {
     "train curves --optimizer adam --mu-max 0.9": "--mu-max is for nag alone",
     "train curves --wieght-decay 0.1": "--wieght-decay",
     "train --resume absent": "There is no run directory absent",
-    "data fetsh": "fetsh",
-    "data list mnits": "The data sets are mnist, faces, shakespeare, curves",
-    "report absent": "absent",
 }
 
 
@@ -183,8 +179,8 @@ def test_a_traceback_for_those_who_ask(monkeypatch):
 
 
 def test_a_bug_is_one_line_too(monkeypatch, capsys):
-    monkeypatch.setattr("kronfac_experiments.data_command.data_command", lambda config: [].missing)
-    assert kronfac("data") == 1
+    monkeypatch.setattr("kronfac_experiments.race.pages.results_command", lambda config: [].missing)
+    assert kronfac("results", "everyday") == 1
     assert "unexpected AttributeError" in only_line(capsys)
 
 
@@ -208,27 +204,6 @@ def test_damaged_data_is_refused(no_data, monkeypatch, capsys):
     file.write_bytes(b"not it")
     assert kronfac("train", "mnist", "--iterations", 1) == 2
     assert f"{file} is damaged" in only_line(capsys)
-    assert kronfac("data", "fetch", "mnist") == 2
-    assert f"{file} is damaged" in only_line(capsys)
-    assert kronfac("data", "list") == 0
-    out = capsys.readouterr().out
-    assert re.search(r"train-images-idx3-ubyte.gz +damaged", out)
-    assert re.search(r"train-labels-idx1-ubyte.gz +missing", out)
-
-
-def test_fetching_without_network_fails_clearly(no_data, capsys):
-    assert kronfac("data", "fetch", "faces") == 2
-    assert "could not be downloaded" in only_line(capsys)
-
-
-def test_curves_needs_no_file(no_data, capsys):
-    assert kronfac("data", "fetch", "curves") == 0
-    assert "generated" in capsys.readouterr().out
-
-
-def test_data_that_is_there_is_verified(real_data, capsys):
-    assert kronfac("data") == 0
-    assert capsys.readouterr().out.count(" verified ") == 6
 
 
 OWN = {

@@ -1,88 +1,60 @@
-"""The demo with tiny settings: it trains, writes the page, and its verdict follows from its numbers."""
+"""The demo with tiny settings: it races, writes the page, and its verdict follows from its numbers."""
 
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from kronfac_experiments import demo
-from kronfac_experiments.config import TrainConfig
-from kronfac_experiments.report.runs import Run
-from tests.experiments.runs import kronfac, rows, write_cases
-
-NAMES = ("kfac", "nesterov", "adamw")
+from kronfac_experiments.race.problems import PROBLEMS
+from kronfac_experiments.race.records import Records
+from tests.experiments.runs import kronfac
 
 
-@pytest.fixture
-def tiny(tmp_path):
-    """Runs the demo on data of 16 numbers a case."""
-    source = TrainConfig(data=write_cases(tmp_path), layers="16,8,3")
-    config = demo.DemoConfig(seconds=0.3, batch=40, threads=1, output=tmp_path / "demo")
-    return lambda: demo.demo_command(config, source)
-
-
-def test_it_ends_in_a_page_and_a_verdict_of_three_lines(tiny, tmp_path, capsys):
-    page = tiny()
-    assert page == tmp_path / "demo" / "report.html"
+def test_it_ends_in_a_page_and_makes_no_run_twice(tmp_path, capsys):
+    config = demo.DemoConfig(seconds=0.1, threads=1, seed=3, output=tmp_path)
+    page = demo.demo_command(config, PROBLEMS["iris"])
+    records = Records(tmp_path / "small.jsonl")
+    assert len(list(records)) == len(demo.CHOSEN)
+    starts = set()
+    for run in records:
+        assert run.seed == 3
+        assert run.rows[-1][2] >= 0.1
+        assert run.rows[-1][3] < run.rows[0][3]
+        starts.add(run.rows[0][3])
+    assert len(starts) == 1, "all start from the same parameters"
+    said = capsys.readouterr().out
+    assert "Training error after equal time: K-FAC " in said
     text = page.read_text()
-    assert all(f"Reconstructions by {name}" in text for name in NAMES)
-    for name in NAMES:
-        run = rows(tmp_path / "demo" / name)
-        assert run[-1]["seconds"] >= 0.3
-        assert run[-1]["train_error"] < run[0]["train_error"]
-        assert sum("train_error" in row for row in run) >= 2
-    printed = capsys.readouterr().out.rstrip().splitlines()
-    assert printed[-3].startswith("Training error after equal time: K-FAC ended at ")
-    assert printed[-1].startswith("K-FAC took ")
+    assert all(f">{contestant.label}<" in text for contestant in demo.CHOSEN)
+    before = records.path.read_bytes()
+    assert demo.demo_command(config, PROBLEMS["iris"]) == page
+    assert records.path.read_bytes() == before
 
 
-def test_all_start_from_the_same_parameters(tiny, tmp_path):
-    tiny()
-    starts = {rows(tmp_path / "demo" / name)[0]["train_error"] for name in NAMES}
-    assert len(starts) == 1
-
-
-def test_an_earlier_demo_is_left_alone(tiny, tmp_path):
-    first = tiny()
-    before = first.read_bytes()
-    assert tiny() == tmp_path / "demo-2" / "report.html"
-    assert first.read_bytes() == before
-
-
-@pytest.mark.parametrize("words", [("--seconds", "0"), ("--batch", "-1"), ("--threads", "0")])
+@pytest.mark.parametrize("words", [("--seconds", "0"), ("--seed", "-1"), ("--threads", "0")])
 def test_mistakes_are_answered_with_a_line(words, capsys):
     assert kronfac("demo", *words) == 2
     assert words[0] in capsys.readouterr().err
 
 
-def run(*errors):
-    names = ("iteration", "cases", "seconds", "train_error")
-    points = [(10 * t, 5000 * t, float(t), e) for t, e in enumerate(errors)]
-    return Run("", {}, tuple(dict(zip(names, p, strict=True)) for p in points), None, ())
-
-
-LABELS = ["K-FAC", "Nesterov momentum", "AdamW"]
+def lane(label, *errors, message=""):
+    rows = [[10 * k, 0, float(k), error, 0, 0] for k, error in enumerate(errors)]
+    run = SimpleNamespace(rows=rows, message=message, last=lambda column: rows[-1][column])
+    problem = SimpleNamespace(judged_by="training")
+    return SimpleNamespace(contestant=SimpleNamespace(label=label), problem=problem, runs=[run])
 
 
 def test_the_verdict_says_who_won():
-    won = demo.verdict(LABELS, [run(8.0, 4.0, 1.0), run(8.0, 7.0, 6.0), run(8.0, 5.0, 4.0)])
-    assert won == [
-        "Training error after equal time: K-FAC ended at 1.00, Nesterov momentum ended at 6.00, AdamW "
-        "ended at 4.00.",
-        "K-FAC is 4.0 times lower than AdamW, whose final error it had passed after 1 of 2 seconds.",
-        "K-FAC took 20 steps, AdamW 20.",
-    ]
-    lost = demo.verdict(LABELS, [run(8.0, 5.0, 4.0), run(8.0, 7.0, 6.0), run(8.0, 2.0, 1.0)])
-    assert lost[1].startswith("AdamW is ahead, by a factor of 4.0")
-    assert len(lost) == 3
-
-
-def test_the_verdict_does_not_take_a_diverged_run_for_a_result():
-    wild = replace(run(8.0, 5.0, 0.5), diverged=True)
-    said = demo.verdict(LABELS, [run(8.0, 4.0, 1.0), run(8.0, 7.0, 6.0), wild])
-    assert "AdamW diverged" in said[0]
-    assert said[1].startswith("K-FAC is 6.0 times lower than Nesterov momentum")
-    assert "K-FAC alone" in demo.verdict(LABELS, [run(8.0, 4.0, 1.0), wild, wild])[1]
-    assert (
-        "Nesterov momentum is ahead, by a factor of inf"
-        in demo.verdict(LABELS, [wild, run(8.0, 7.0, 6.0), wild])[1]
+    one, other = lane("K-FAC", 8.0, 4.0, 1.0), lane("AdamW", 8.0, 5.0, 4.0)
+    expected = (
+        "K-FAC is 4.00 times lower than AdamW, whose final error it had passed after 1 of 2 seconds. It "
+        "took 20 steps, AdamW 20."
     )
+    assert demo.verdict([one, other]).endswith(expected)
+    assert demo.verdict([other, one]).endswith(expected)
+
+
+def test_the_verdict_does_not_take_a_failed_run_for_a_result():
+    one, wild = lane("K-FAC", 8.0, 4.0), lane("AdamW", 8.0, 0.5, message="diverged")
+    assert demo.verdict([one, wild]).endswith("K-FAC 4.00, AdamW failed. K-FAC alone did not fail.")
+    assert demo.verdict([wild, lane("SOAP", 8.0, message="diverged")]).endswith("All failed.")

@@ -1,5 +1,6 @@
 """Progress and the exponent of the mini-batch size, on curves whose answers are known."""
 
+import json
 import math
 
 import numpy as np
@@ -11,7 +12,6 @@ from kronfac_experiments.error_curve import (
     common_error,
     progress_ratio,
 )
-from kronfac_experiments.report.runs import Run
 
 
 def falling(rate, m=100, iterations=400, every=10, plateau=0):
@@ -71,16 +71,19 @@ def test_the_exponent_of_progress_in_proportion_to_a_power_of_m(p):
     assert batch_exponent(large, small, 3.0, last / 2) is None
 
 
-def test_of_a_run_the_smaller_finite_error_is_taken():
-    rows = (
-        {"iteration": 0, "cases": 0, "seconds": 0.0, "train_error": 9.0},
-        {"iteration": 1, "cases": 5, "seconds": 0.5},
-        {"iteration": 2, "cases": 10, "seconds": 1.0, "train_error": 5.0, "averaged_train_error": 4.0},
-        {"iteration": 3, "cases": 15, "seconds": 1.5, "train_error": 3.0, "averaged_train_error": None},
-        {"iteration": 4, "cases": 20, "seconds": 2.0, "train_error": None},
-    )  # fmt: skip
-    curve = ErrorCurve.of(Run("run", {}, rows, None, ()))
+def test_of_a_run_the_smaller_finite_error_is_taken(tmp_path):
+    errors = ((9.0,), (), (5.0, 4.0), (3.0, None), (None,))
+    names = "train_error", "averaged_train_error"
+    rows = [
+        {"iteration": k, "cases": 5 * k, "seconds": k / 2} | dict(zip(names, of_row, strict=False))
+        for k, of_row in enumerate(errors)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    curve = ErrorCurve.read(tmp_path)
     assert curve.iteration.tolist() == [0, 2, 3]
     assert curve.cases.tolist() == [0, 10, 15]
     assert curve.seconds.tolist() == [0, 1.0, 1.5]
     assert curve.error.tolist() == [9.0, 4.0, 3.0]
+    assert curve.last == 3.0
+    (tmp_path / "diverged.json").touch()
+    assert ErrorCurve.read(tmp_path).last == math.inf

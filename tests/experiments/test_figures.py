@@ -1,17 +1,13 @@
 """The figures of one network, with tiny settings and random data; the others: test_figure_runs.py."""
 
-import contextlib
-import csv
-import io
-from pathlib import Path
-
 import pytest
 import torch
 
 from kronfac import KFAC
-from kronfac_experiments import problems
 from kronfac_experiments.data.mnist import LabelledImages, Mnist
 from kronfac_experiments.figures import FIGURES, FigureConfig, figure_7, files, make_figure, network
+from tests.experiments.figures import Made, figure, table
+from tests.experiments.runs import tiny_problems
 
 TINY = figure_7.Setting("curves", 6, 10, 10.0, 0.01, 10.0, 4)
 
@@ -23,56 +19,18 @@ def small():
     labels = torch.randint(10, (80,), generator=generator)
     images = torch.rand(80, 256, generator=generator) * (1 + labels[:, None]) / 10
     part = LabelledImages(images, labels)
-    tiny = problems.Problem("curves", (12, 6, 3, 6, 12), "bernoulli", 1e-5, 40, 10)
-    data = torch.rand(40, 12, generator=generator)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "mnist_16x16", lambda: Mnist(part, part))
-        patch.setitem(problems.PROBLEMS, "curves", tiny)
-        patch.setattr(problems, "load", lambda name: (data, data[:10]))
+        tiny_problems(patch, "curves")
         patch.setattr(figure_7, "QUICK", TINY)
         patch.setattr(figure_7, "FULL", TINY)
         patch.setattr(files, "DPI", 30)
         yield
 
 
-class Made:
-    """Figures, made once for all tests: the paths, and what was said."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._made: dict[int, tuple[list[Path], str]] = {}
-
-    def __call__(self, number: int) -> tuple[list[Path], str]:
-        if number not in self._made:
-            cases = None if number == 7 else 60
-            config = FigureConfig(
-                number,
-                quick=True,
-                output=self.folder,
-                runs=self.folder.parent,
-                cases=cases,
-                threads=1,
-            )
-            with contextlib.redirect_stdout(io.StringIO()) as said:
-                paths = make_figure(config)
-            self._made[number] = paths, said.getvalue()
-        return self._made[number]
-
-    def rows(self, number: int) -> list[dict[str, str]]:
-        return read(self(number)[0][-1])
-
-    def values(self, number: int) -> dict[str, float]:
-        return {row["quantity"]: float(row["value"]) for row in self.rows(number)}
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    return Made(tmp_path_factory.mktemp("made") / "new" / "folder")
+    return Made(tmp_path_factory.mktemp("made") / "new" / "folder", cases=60)
 
 
 @pytest.mark.parametrize("number", [2, 3, 5, 6, 7])
@@ -113,8 +71,8 @@ def test_figures_5_and_6_say_which_approximation_is_closer(made):
 
 def test_figure_5_without_damping_where_that_is_defined(made, tmp_path):
     assert any("without damping" in name for name in made.values(5))
-    few = make_figure(FigureConfig(number=5, output=tmp_path, cases=5, threads=1))[-1]
-    assert not any("without damping" in row["quantity"] for row in read(few))
+    few = figure(5, tmp_path, quick=False, cases=5)[0][-1]
+    assert not any("without damping" in row["quantity"] for row in table(few))
 
 
 def test_figure_7_has_every_gamma_for_every_rule(made):
@@ -128,10 +86,9 @@ def test_figure_7_has_every_gamma_for_every_rule(made):
 def test_figure_7_trains_once_and_sweeps_from_there(tmp_path, monkeypatch):
     step, taken = KFAC.step, []
     monkeypatch.setattr(KFAC, "step", lambda self, closure: taken.append(1) or step(self, closure))
-    config = FigureConfig(number=7, output=tmp_path, runs=tmp_path, threads=1)
-    whole = make_figure(config)[-1].read_text()
+    whole = figure(7, tmp_path, quick=False)[0][-1].read_text()
     assert len(taken) == TINY.iterations
-    assert make_figure(config)[-1].read_text() == whole
+    assert figure(7, tmp_path, quick=False)[0][-1].read_text() == whole
     assert len(taken) == TINY.iterations
 
 

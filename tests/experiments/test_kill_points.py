@@ -28,7 +28,7 @@ from tests.experiments.runs import kronfac as command
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
 LIBRARY, EXPERIMENTS = Path(kronfac.__file__).parent, Path(kronfac_experiments.__file__).parent
-NAMES = ("run_directory", "atomic_files", "file_lock", "train", "session", "optimizers")
+NAMES = ("run_directory", "files", "train", "session", "optimizers")
 WATCHED = {
     *(str(EXPERIMENTS / f"{name}.py") for name in NAMES),
     *map(str, (LIBRARY / "step").glob("*.py")),

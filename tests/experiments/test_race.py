@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kronfac import WhitenedMomentum
-from kronfac_experiments.race import command, pages
+from kronfac_experiments.race import command, pages, tables
 from kronfac_experiments.race.contestants import (
     CONTESTANTS,
     LAST_RATE,
@@ -19,7 +19,7 @@ from kronfac_experiments.race.contestants import (
     rate,
 )
 from kronfac_experiments.race.plan import TUNING_SEED, Lane, Terms
-from kronfac_experiments.race.problems import PROBLEMS
+from kronfac_experiments.race.problems import PROBLEMS, problems_named
 from kronfac_experiments.race.records import Cost, Records, Run, code_of
 from kronfac_experiments.race.run import MARKS, Training, run, step_costs
 from kronfac_experiments.run_directory import RunError
@@ -252,8 +252,8 @@ def test_what_was_kept_is_there_again_and_an_unfinished_line_is_dropped(tmp_path
         stream.write('{"problem": "wi')
     again = Records(path)
     assert list(again) == [one]
-    assert again.cost(cost.key, "code") == cost
-    assert again.run(one.key, "other code") is None
+    assert again.find(cost.key, "code") == cost
+    assert again.find(one.key, "other code") is None
     again.append(other)
     records.read()
     assert list(records) == [one, other], "another process may have appended it"
@@ -327,7 +327,7 @@ def test_a_page_is_rendered_from_the_runs_and_says_how_many_hours_are_missing(
     tmp_path, monkeypatch, capsys
 ):
     terms = Terms({"seconds": 0.1}, seeds=2, weight_decays=(0.0,), schedule="linear")
-    page = pages.ResultPage("Wine", ("wine",), ("kfac", "adamw"), terms, detailed=True)
+    page = pages.ResultPage("Wine", ("wine",), ("kfac", "adamw"), terms, ("wine",))
     monkeypatch.setitem(pages.PAGES, "wine", page)
     output = tmp_path / "wine.md"
     words = ("results", "wine", "--runs", tmp_path, "--output", output)
@@ -349,20 +349,65 @@ def test_a_page_is_rendered_from_the_runs_and_says_how_many_hours_are_missing(
     assert "Words." in output.read_text(), "what people write stays"
 
 
-def test_level_is_within_one_per_cent_or_two_standard_errors(tmp_path):
+@pytest.fixture
+def made_up_race(tmp_path):
+    """Writes a race of kronfac's optimizer, with and without A, with AdamW; losses by problem."""
     records = Records(tmp_path / "runs.jsonl")
     terms = Terms({"steps": 4.0}, seeds=3, weight_decays=(0.0,))
-    lanes = {}
-    for name, losses in (("wine", (1.02, 1.03, 1.04)), ("iris", (1.0, 1.02, 1.1))):
-        own = [Lane(PROBLEMS[name], c, terms, records) for c in (KFAC, ADAMW)]
-        for entry, loss in zip(own[0].missing, losses, strict=True):
-            records.append(ended(entry, loss))
-        while own[1].missing:
-            records.append(ended(own[1].missing[0], 1.0))
-        lanes[name] = own
-    table = pages._beside_the_best(lanes)
-    assert table.rows == [("wine", "AdamW", "1.030"), ("iris", "AdamW", "**1.020**")]
-    assert "K-FAC on 1 of 2." in table.note
+
+    def make(**losses):
+        race = {}
+        for name, of_problem in losses.items():
+            contestants = [CONTESTANTS[c] for c in ("adamw", "ours", "ours-without-a")]
+            race[name] = [Lane(PROBLEMS[name], c, terms, records) for c in contestants]
+            for lane, of_lane in zip(race[name], of_problem, strict=True):
+                while of_lane and lane.missing:
+                    entry = lane.missing[0]
+                    records.append(ended(entry, of_lane[entry.seed % TUNING_SEED]))
+        return race
+
+    return make
+
+
+ALONE = 1.0, 1.0, 1.0
+COMPARED = {
+    "ahead": ((0.97, 0.98, 0.99), "**0.980**", (1, 0, 0)),
+    "level within 1 %": ((1.009, 1.009, 1.009), "1.009 =", (0, 1, 0)),
+    "level within the noise": ((1.0, 1.02, 1.1), "1.020 =", (0, 1, 0)),
+    "behind": ((1.02, 1.03, 1.04), "1.030", (0, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("case", COMPARED)
+def test_level_is_within_one_per_cent_or_two_standard_errors(case, made_up_race):
+    ours, shown, counts = COMPARED[case]
+    race = made_up_race(wine=(ALONE, ours, ALONE), iris=(ALONE, (), ()))
+    page = {table.heading: table for table in tables.details(race, chose=["iris"])}
+    assert page["Loss over the best peer's"].rows == [("wine", "judge", "AdamW", shown, "1.000 =")]
+    row = page["Beside the best peer"].rows[1]
+    assert row[:-1] == ("WhitenedMomentum", "all", "1", *map(str, counts))
+    (row,) = page["What A is worth"].rows
+    assert float(row[3]) == pytest.approx(100 * (1 - sorted(ours)[1]))
+
+
+def test_problems_that_are_not_finished_are_named(made_up_race):
+    table = tables.scores(made_up_race(wine=(ALONE,) * 3, iris=(ALONE, (), ()), cancer=((),) * 3))
+    assert [row[1:] for row in table.rows] == [
+        ("**1.00** !",) * 3, ("1.00 !", "–", "–"), ("–", "–", "–"),
+    ]  # fmt: skip
+    assert "Not finished: iris (14 runs are left), cancer (21 runs are left)." in table.note
+    assert "wine" not in table.note
+
+
+def test_the_everyday_page_has_a_row_for_every_network_and_optimizer():
+    page = pages.PAGES["everyday"]
+    names = [problem.name for problem in problems_named(page.problems)]
+    assert set(page.chose) < set(names)
+    assert sorted(set(names) - set(page.chose)) == ["gru", "tied_gpt", "unet", "vit"]
+    assert {"adamw", "muon", "soap", "ours", "ours-untuned", "ours-without-a"} == {
+        *page.contestants
+    }
+    assert page.contestants[0] == "adamw", "step costs are in units of its own"
 
 
 @pytest.mark.parametrize(

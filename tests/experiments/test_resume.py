@@ -10,7 +10,7 @@ import torch
 
 import kronfac_experiments.train as train_module
 from kronfac_experiments import run_directory
-from kronfac_experiments.atomic_files import write_atomically
+from kronfac_experiments.files import write_atomically
 from kronfac_experiments.train import Interrupts
 from tests.experiments.runs import (
     assert_same_run,
@@ -94,7 +94,7 @@ def test_a_run_in_pieces_equals_the_run_in_one(words, data, tmp_path):
     assert train(data, pieces, *words.split(), "--iterations", 10) == 0
     torch.manual_seed(123)  # nothing depends on what the process did in between
     assert kronfac("train", "--resume", pieces, "--iterations", 30) == 0
-    assert_same_run(whole, pieces, pictures=False)
+    assert_same_run(whole, pieces)
 
 
 def test_checkpoints_are_written_whole(data, tmp_path):

@@ -3,6 +3,8 @@
 Models take (examples, …) and return (examples, outputs), in float64.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -105,3 +107,20 @@ def assert_same_steps(
         for name, p, q in pairs:
             assert_close(p, q.view(p.shape), rtol=1e-6, atol=1e-8, msg=name)
     assert all(not torch.equal(p, old) for p, old in zip(own, start, strict=True))
+
+
+def train(
+    model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor, steps: int = 5, **settings: Any
+) -> tuple[kronfac.KFAC, list[float]]:
+    """The optimizer after some steps in which all uses of parameters were seen, and the losses."""
+    optimizer = kronfac.KFAC(model, loss, **settings)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value: Tensor = loss(model(x), y)
+        value.backward()
+        return value
+
+    losses = [float(optimizer.step(closure).detach()) for _ in range(steps)]
+    assert all(unit.observed for unit in optimizer.network.units)
+    return optimizer, losses

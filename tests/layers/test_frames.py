@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from kronfac import KFAC, Blocks
+from kronfac import Blocks
 from tests.conftest import normal
+from tests.layers.kit import train
 
 N, FRAMES, CHANNELS, CLASSES = 6, 3, 2, 3
 LAYERS = {
@@ -63,9 +63,7 @@ def test_they_train(kind, layer, blocks):
     torch.manual_seed(0)
     model = kind(LAYERS[layer]()).double()
     x, y = normal(N, FRAMES, CHANNELS, 7), torch.arange(N) % CLASSES
-    optimizer = KFAC(model, nn.CrossEntropyLoss(), blocks=blocks)
-    losses = [float(optimizer.step(optimizer.closure(x, y))) for _ in range(5)]
-    assert all(unit.observed for unit in optimizer.network.units)
+    _, losses = train(model, nn.CrossEntropyLoss(), x, y, blocks=blocks)
     assert losses[-1] < losses[0]
 
 
@@ -73,13 +71,5 @@ def test_examples_along_the_length_of_one_image():
     torch.manual_seed(0)
     model = Unbatched(nn.Conv1d(CHANNELS, 4, 3, padding=1)).double()
     x, y = normal(N, 1, CHANNELS, 1), torch.arange(N) % CLASSES
-    optimizer = KFAC(model, nn.CrossEntropyLoss())
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
-    losses = [float(optimizer.step(closure).detach()) for _ in range(5)]
+    _, losses = train(model, nn.CrossEntropyLoss(), x, y)
     assert losses[-1] < losses[0]

@@ -1,7 +1,5 @@
 """Tables that are looked up without an embedding layer, and weights that are computed from parameters."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,14 +12,6 @@ from tests.failures.steps import FIXED, closure_of
 
 WORDS = torch.randint(300, (16, 3), generator=seeded(1))
 Y = torch.randint(2, (16,), generator=seeded(2))
-
-
-def stepped(model: nn.Module) -> KFAC:
-    loss = nn.CrossEntropyLoss()
-    optimizer = KFAC(model, loss, **FIXED | {"fisher": "exact"})
-    for _ in range(3):
-        optimizer.step(closure_of(optimizer, lambda model: loss(model(WORDS), Y)))
-    return optimizer
 
 
 def test_a_table_with_an_index_of_the_models_own_is_a_part_of_the_parameter():
@@ -39,8 +29,10 @@ def test_a_table_with_an_index_of_the_models_own_is_a_part_of_the_parameter():
             x = words.to(bias.dtype)[:, :, None, None] / 300 + bias
             return self.out(torch.tanh(x).mean(dim=1).flatten(1)[:, :4])
 
-    model = Relative().double()
-    optimizer = stepped(copy.deepcopy(model))
+    loss = nn.CrossEntropyLoss()
+    optimizer = KFAC(Relative().double(), loss, **FIXED | {"fisher": "exact"})
+    for _ in range(3):
+        optimizer.step(closure_of(optimizer, lambda model: loss(model(WORDS), Y)))
     (unit,) = [unit for unit in optimizer.network.units if unit.names == ("table",)]
     assert unit.observed
     assert isinstance(unit.block, DenseBlock)

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from kronfac import KFAC, Blocks
+from kronfac import Blocks
 from kronfac.curvature import DiagonalBlock
 from tests.conftest import normal
+from tests.layers.kit import train
 from tests.layers.truth import OwnProduct, Positions
 
 N = 8
@@ -49,9 +50,7 @@ def test_a_model_with_an_autocast_of_its_own_trains(name, blocks):
     torch.manual_seed(0)
     model, x, y = Autocast(*make()), normal(*shape).float(), normal(N, 2).float()
     model(x)
-    optimizer = KFAC(model, nn.MSELoss(), blocks=blocks)
-    losses = [float(optimizer.step(optimizer.closure(x, y)).detach()) for _ in range(5)]
+    optimizer, losses = train(model, nn.MSELoss(), x, y, blocks=blocks)
     assert min(losses[1:]) < losses[0]
     small = blocks.dense_limit == 0  # what is no product has a diagonal block then
-    assert all(unit.observed for unit in optimizer.network.units)
     assert small or not any(isinstance(u.block, DiagonalBlock) for u in optimizer.network.units)

@@ -71,48 +71,33 @@ def inputs(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return patches if module.bias is None else torch.cat([patches, 0 * patches[..., :1] + 1], -1)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_from_all_places(name):
-    make, shape = KINDS[name]
-    module, x = make().double(), normal(*shape)
-    tap, expected = seen(module, x), inputs(module, x)
-    assert_close(tap.dense_inputs(), expected, rtol=0, atol=0)
-    assert_close(tap.input_rows(), expected.flatten(0, 1), rtol=0, atol=0)
-    flat = expected.flatten(0, 1)
-    A = flat.mT @ flat / len(flat)
+def assert_A(tap: Tap, expected: torch.Tensor) -> None:
+    """A is the mean second moment of these vectors (vectors, columns)."""
+    assert_close(tap.input_rows(), expected, rtol=0, atol=0)
+    A = expected.mT @ expected / len(expected)
     assert_close(KroneckerBlock().observe([tap], 1.0).A, A, **ALGEBRA)
     diagonal = KroneckerBlock(diagonal_inputs=True).observe([tap], 1.0).A
     assert_close(diagonal, A.diagonal(), **ALGEBRA)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_from_some_places(name, monkeypatch):
-    """Place j · 4 + n mod 4 of example n, row by row."""
-    monkeypatch.setattr(convolution, "LEAST_ROWS", 0)
+def test_a_is_estimated_from_all_places_from_some_or_from_those_that_count(name, monkeypatch):
+    """Some: place j · 4 + n mod 4 of example n, row by row."""
     make, shape = KINDS[name]
     module, x = make().double(), normal(*shape)
     tap, every = seen(module, x), inputs(module, x)
+    assert_close(tap.dense_inputs(), every, rtol=0, atol=0)
+    assert_A(tap, every.flatten(0, 1))
+
+    counts = normal(*every.shape[:2], seed=5) > 0
+    counts[0, 0] = True
+    assert_A(Tap(tap.inputs, tap.grads, counts), every[counts])
+
+    monkeypatch.setattr(convolution, "LEAST_ROWS", 0)
     places = every.shape[1]
     step = min(4, places)
     some = [range(n % step, places // step * step, step) for n in range(len(x))]
-    expected = torch.cat([every[n, list(own)] for n, own in enumerate(some)])
-    assert_close(tap.input_rows(), expected, rtol=0, atol=0)
-    A = expected.mT @ expected / len(expected)
-    assert_close(KroneckerBlock().observe([tap], 1.0).A, A, **ALGEBRA)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_from_places_that_count(name):
-    make, shape = KINDS[name]
-    module, x = make().double(), normal(*shape)
-    tap, every = seen(module, x), inputs(module, x)
-    counts = normal(*every.shape[:2], seed=5) > 0
-    counts[0, 0] = True
-    counted = Tap(tap.inputs, tap.grads, counts)
-    expected = every[counts]
-    assert_close(counted.input_rows(), expected, rtol=0, atol=0)
-    A = expected.mT @ expected / len(expected)
-    assert_close(KroneckerBlock().observe([counted], 1.0).A, A, **ALGEBRA)
+    assert_A(tap, torch.cat([every[n, list(own)] for n, own in enumerate(some)]))
 
 
 @pytest.mark.parametrize("name", SPREAD)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from kronfac.linalg.spd import STRIP, add_gram
+from kronfac.linalg.kronecker import STRIP, add_gram
 from tests.conftest import ALGEBRA, normal
 
 SIZES = [1, 5, STRIP, 2 * STRIP - 1, 2 * STRIP + 1, 3 * STRIP + 7]

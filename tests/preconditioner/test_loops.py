@@ -305,8 +305,12 @@ def test_mistakes():
     (x, y), loss_fn, model = data(), nn.MSELoss(), perceptron()
     with pytest.raises(TypeError, match="needs the model itself"):
         Preconditioner(model.parameters(), loss_fn)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="Preconditioner has no argument 'momentum'"):
-        Preconditioner(model, loss_fn, momentum=0.9)
+    for name, message in (
+        ("momentum", "optimizer that comes after"),
+        ("sides", "WhitenedMomentum"),
+    ):
+        with pytest.raises(TypeError, match=f"Preconditioner has no argument '{name}'.*{message}"):
+            Preconditioner(model, loss_fn, **{name: 0.9})
     for settings, message in (
         ({"damping": 0.0}, "damping is a positive number"),
         ({"kl_clip": 1e-3}, "give lr too"),
@@ -326,7 +330,7 @@ def test_mistakes():
     model.zero_grad()
     loss_fn(model(x), y).backward()
     with pytest.raises(
-        LoopError, match=r"Preconditioner\.step\(\) found gradients, but has not seen"
+        LoopError, match=r"Preconditioner\.step\(\) found gradients, but it has not seen"
     ):
         preconditioner.step()
 

@@ -16,15 +16,30 @@ def momentum_at(t: int, maximum: float) -> float:
     return min(1 - 1 / (2 * (t // UPDATES_PER_RISE + 1)), maximum)
 
 
-def evaluate(closure: Callable[[], Any] | None) -> Any:
-    """What the closure returns, called with gradients on; None without one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
+class PerParameter(torch.optim.Optimizer):
+    """An optimizer that moves each parameter by its own gradient and state."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; the gradients are the closure's, or those that are there without one."""
+        returned = None
+        if closure is not None:
+            with torch.enable_grad():
+                returned = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.move(parameter, parameter.grad, self.state[parameter], group)
+        return returned
+
+    def move(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """Move a parameter, with its state and the settings of its group."""
+        raise NotImplementedError
 
 
-class NesterovMomentum(torch.optim.Optimizer):
+class NesterovMomentum(PerParameter):
     """Nesterov's accelerated gradient with a momentum that rises as it goes.
 
     With v₀ = 0 and t = 0, 1, 2, …
@@ -73,29 +88,22 @@ class NesterovMomentum(torch.optim.Optimizer):
         defaults = {"lr": lr, "mu_max": mu_max, "weight_decay": weight_decay, "updates": 0}
         super().__init__(params, defaults)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; the gradients are the closure's, or those that are there without one."""
-        returned = evaluate(closure)
+        returned = super().step(closure)
         for group in self.param_groups:
-            t = group["updates"]
-            mu, next_mu = (momentum_at(u, group["mu_max"]) for u in (t, t + 1))
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._move(parameter, group["lr"], mu, next_mu, group["weight_decay"])
-            group["updates"] = t + 1
+            group["updates"] += 1
         return returned
 
-    def _move(
-        self, parameter: Tensor, lr: float, mu: float, next_mu: float, weight_decay: float
+    def move(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        if weight_decay:
-            gradient = gradient.add(parameter, alpha=weight_decay)
-        state = self.state[parameter]
+        """v ← μ_t v − ε g,  φ ← φ − ε g + μ_{t+1} v."""
+        t, maximum, lr = group["updates"], group["mu_max"], group["lr"]
+        if group["weight_decay"]:
+            gradient = gradient.add(parameter, alpha=group["weight_decay"])
         if "velocity" not in state:
             state["velocity"] = torch.zeros_like(parameter)
         velocity = state["velocity"]
-        velocity.mul_(mu).add_(gradient, alpha=-lr)
-        parameter.add_(gradient, alpha=-lr).add_(velocity, alpha=next_mu)
+        velocity.mul_(momentum_at(t, maximum)).add_(gradient, alpha=-lr)
+        parameter.add_(gradient, alpha=-lr).add_(velocity, alpha=momentum_at(t + 1, maximum))

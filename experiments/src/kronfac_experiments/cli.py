@@ -94,9 +94,6 @@ COMMANDS: dict[str, Command | Group] = {
         "train_command",
         defaults="saved_config",
     ),
-    "report": Command(
-        "report.ReportConfig", "write one HTML page about one or more runs", "write_report"
-    ),
     "figure": Command(
         "figures.FigureConfig", "make a figure of the paper, as PNG, PDF and CSV", "figure_command"
     ),
@@ -111,10 +108,9 @@ COMMANDS: dict[str, Command | Group] = {
         "results_command",
     ),
     "bench": Group("measure what K-FAC costs and what it gains", BENCHMARKS),
-    "data": Command("data_command.DataConfig", "list or fetch the data sets", "data_command"),
     "demo": Command(
         "demo.DemoConfig",
-        "two minutes of K-FAC beside Nesterov momentum and AdamW, ending in the report",
+        "two minutes of kronfac's optimizers beside Nesterov momentum and AdamW, ending in a page",
         "demo_command",
     ),
 }

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from kronfac_experiments.options import at_least, hint, require
+
 PROBLEMS = ("curves", "mnist", "faces", "mnist16")
 TORCH_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): item
@@ -26,11 +28,6 @@ AVERAGING_STARTS = 200
 
 
 _BATCHES = "adaptive for kfac, paper with --preset paper; 250 for nag on curves, else 500"
-
-
-def hint(metavar: str, default: str) -> Any:
-    """How an option that may be left open shows in `--help`."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True)
@@ -81,10 +78,10 @@ class Limits:
     """Training error to reach, of the current or the averaged parameters, where evaluated."""
 
     def __post_init__(self) -> None:
-        _require(self.iterations is None or self.iterations >= 1, "iterations", "1 or more", self)
+        at_least(1, iterations=self.iterations)
         for name in ("seconds", "until_error"):
             value = getattr(self, name)
-            _require(value is None or 0 <= value < math.inf, name, "finite, 0 or more", self)
+            require(value is None or 0 <= value < math.inf, name, "finite, 0 or more", value)
 
     @property
     def given(self) -> bool:
@@ -98,22 +95,14 @@ class Recording:
 
     evaluate_every: int = 50
     """Iterations between evaluations after the 100th, every 10 before; 0: only first and last."""
-    evaluate_at: Annotated[tuple[float, ...], hint("FLOAT ...", "none")] = ()
-    """Evaluate at these seconds of optimiser time, too."""
     evaluation_cases: Annotated[int | None, hint("INT", "all")] = None
     """Training cases for the training error and test cases for the test error, the first ones."""
     checkpoint_every: float = 60.0
     """Seconds of optimiser time between checkpoints; 0: after every iteration."""
 
     def __post_init__(self) -> None:
-        _require(self.evaluate_every >= 0, "evaluate_every", "0 or more", self)
-        _require(
-            self.evaluation_cases is None or self.evaluation_cases >= 1,
-            "evaluation_cases",
-            "1 or more",
-            self,
-        )
-        _require(self.checkpoint_every >= 0, "checkpoint_every", "0 or more", self)
+        at_least(0, evaluate_every=self.evaluate_every, checkpoint_every=self.checkpoint_every)
+        at_least(1, evaluation_cases=self.evaluation_cases)
 
 
 @dataclass(frozen=True)
@@ -176,11 +165,9 @@ class TrainConfig:
             )
         if self.resume is None:  # else compared with the saved run as a whole
             self._refuse_what_would_be_ignored(name)
-        named = self.batch in (None, "adaptive", "paper")
-        _require(named or _positive(self.batch), "batch", "1 or more", self)
-        _require(self.average is None or self.average >= 0, "average", "0 or more", self)
-        _require(self.threads >= 1, "threads", "1 or more", self)
-        _require(0 <= self.seed < 2**63, "seed", "0 or more", self)
+        named = self.batch in ("adaptive", "paper")
+        at_least(1, batch=None if named else self.batch, threads=self.threads)
+        at_least(0, average=self.average, seed=self.seed)
 
     def _refuse_what_would_be_ignored(self, optimizer: str) -> None:
         if optimizer == "kfac":
@@ -188,9 +175,11 @@ class TrainConfig:
             _refuse(optimizer, self.first_order, FirstOrderOptions(), why)
         else:
             _refuse(optimizer, self.kfac, KfacOptions(), "for kfac only")
-            _require(self.batch != "adaptive", "batch", "a number or paper but for kfac", self)
+            adaptive = self.batch == "adaptive"
+            require(not adaptive, "batch", "a number or paper but for kfac", self.batch)
         if optimizer not in ("kfac", "nag"):
-            _require(self.first_order.mu_max is None, "mu_max", "for nag alone", self.first_order)
+            mu_max = self.first_order.mu_max
+            require(mu_max is None, "mu_max", "for nag alone", mu_max)
 
     def _check_source(self) -> None:
         if self.problem is not None and self.problem not in PROBLEMS:
@@ -238,16 +227,6 @@ GROUPS: dict[str, type] = {
     "recording": Recording,
 }
 """Fields of a configuration that are configurations themselves."""
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, int) and value >= 1
-
-
-def _require(condition: bool, name: str, rule: str, where: object) -> None:
-    if not condition:
-        option = "--" + name.replace("_", "-")
-        raise ValueError(f"{option} is {rule}; got {getattr(where, name)}.")
 
 
 def _refuse(optimizer: str, given: object, defaults: object, why: str) -> None:

@@ -1,150 +1,107 @@
-"""`kronfac demo`: a deep autoencoder on CURVES, K-FAC beside Nesterov momentum and AdamW.
+"""`kronfac demo`: a deep autoencoder on CURVES, kronfac's optimizers beside Nesterov momentum and AdamW.
 
-The same network, the same start, the same mini-batches of 500 and the same number of seconds for each;
-evaluation is not counted. K-FAC is as it comes, the others have learning rates chosen for this problem.
-Three runs as `kronfac train` makes them, then the report and a verdict.
+A race of one seed: the same network, start, mini-batches of 500 and seconds for each; evaluation is not
+counted. kronfac's optimizers are as they come, the others have learning rates chosen for this problem.
 """
 
-import itertools
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
-from kronfac_experiments.config import (
-    FirstOrderOptions,
-    Limits,
-    Recording,
-    TrainConfig,
-)
-from kronfac_experiments.error_curve import ErrorCurve
-from kronfac_experiments.report import ReportConfig, write_report
-from kronfac_experiments.report.runs import Run
-from kronfac_experiments.suite import Member, run_suite
-from kronfac_experiments.train import TrainingInterruptedError
+from kronfac_experiments.options import at_least, require
+from kronfac_experiments.pages.document import Document
+from kronfac_experiments.race import tables
+from kronfac_experiments.race.command import lanes_of, race
+from kronfac_experiments.race.contestants import CONTESTANTS
+from kronfac_experiments.race.pictures import draw
+from kronfac_experiments.race.plan import Lane, Terms, score
+from kronfac_experiments.race.problem import Problem
+from kronfac_experiments.race.problems import PROBLEMS
+from kronfac_experiments.race.records import SECONDS, TRAINING
 
-EVALUATIONS = 18
-"""Evaluations of each run, at equal distances in time."""
-EVALUATION_CASES = 2000
-ADAMW = FirstOrderOptions(lr=3e-3)
-"""The best of 3e-4, 1e-3 and 3e-3 for Adam on this problem in 25 seconds; not tuned for more."""
-NESTEROV = FirstOrderOptions(lr=0.03, mu_max=0.99)
-"""The best of 0.003, 0.01 and 0.03 with mini-batches of 250 for 30 seconds; the demo has 500."""
+EVALUATED = 2000
+BATCH = 500
+CHOSEN = (
+    CONTESTANTS["kfac"],
+    CONTESTANTS["ours-untuned"],
+    replace(CONTESTANTS["nag"], grid={"lr": (0.03,)}, in_units=False),
+    replace(CONTESTANTS["adamw"], grid={"lr": (3e-3,)}),
+)
+"""Rates are the best of 0.003, 0.01 and 0.03 for Nesterov momentum and of 3e-4, 1e-3 and 3e-3 for Adam,
+held constant for half a minute."""
 
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Train a deep autoencoder on generated CURVES images with three optimizers, for equal time.
+    """Train a deep autoencoder on generated CURVES images with four optimizers, for equal time.
 
     Ends in a page with all curves and a verdict. Nothing is downloaded.
     """
 
-    seconds: float = 38.0
-    """Optimiser time for each of the three; evaluation is not counted."""
-    batch: int = 500
-    """Cases in a mini-batch."""
+    seconds: float = 28.0
+    """Optimizer time for each of the four; evaluation is not counted."""
     seed: int = 0
     """Seed of the initial parameters and the mini-batches."""
     threads: int = 2
     """CPU threads."""
     output: Path = Path("runs/demo")
-    """Folder for the runs and the page; if it is there already, the first free one of -2, -3, …."""
+    """Folder for the runs and the page; runs that are there already are not repeated."""
 
     def __post_init__(self) -> None:
-        for name, value in (("seconds", self.seconds), ("batch", self.batch)):
-            if not 0 < value < float("inf"):
-                raise ValueError(f"--{name} is positive and finite; got {value}.")
-        if self.threads < 1:
-            raise ValueError(f"--threads is 1 or more; got {self.threads}.")
+        require(0 < self.seconds < float("inf"), "seconds", "positive and finite", self.seconds)
+        at_least(1, threads=self.threads)
+        at_least(0, seed=self.seed)
 
 
-def members(config: DemoConfig, folder: Path, source: TrainConfig) -> list[Member]:
-    """The three runs; `source` names the problem."""
-
-    def run(
-        name: str, optimizer: str = "kfac", first_order: FirstOrderOptions | None = None
-    ) -> TrainConfig:
-        return replace(
-            source,
-            optimizer=optimizer,
-            first_order=first_order or FirstOrderOptions(),
-            batch=config.batch,
-            average=0,
-            limits=Limits(seconds=config.seconds),
-            recording=Recording(
-                evaluate_every=0,
-                evaluate_at=tuple(config.seconds * k / EVALUATIONS for k in range(1, EVALUATIONS)),
-                evaluation_cases=EVALUATION_CASES,
-            ),
-            seed=config.seed,
-            threads=config.threads,
-            run_dir=folder / name,
-        )
-
-    return [
-        Member("K-FAC", run("kfac")),
-        Member("Nesterov momentum", run("nesterov", "nag", NESTEROV)),
-        Member("AdamW", run("adamw", "adamw", ADAMW)),
-    ]
-
-
-def verdict(labels: list[str], runs: list[Run]) -> list[str]:
-    """What the numbers say, in three lines; the first run is K-FAC's."""
-    curves = [ErrorCurve.of(run) for run in runs]
-    finals = [curve.last for curve in curves]
-    ends = ["diverged" if final == math.inf else f"ended at {final:.2f}" for final in finals]
-    best = min(range(1, len(runs)), key=lambda i: finals[i])
-    told = [f"{label} {end}" for label, end in zip(labels, ends, strict=True)]
-    lines = [f"Training error after equal time: {', '.join(told)}."]
-    reached = curves[0].reaches("seconds", finals[best])
-    if reached is not None and finals[0] < finals[best] < math.inf:
-        lines.append(
-            f"{labels[0]} is {finals[best] / finals[0]:.1f} times lower than {labels[best]}, whose final "
-            f"error it had passed after {reached:.0f} of {curves[best].end('seconds'):.0f} seconds."
-        )
-    elif finals[0] < finals[best]:
-        lines.append(
-            f"{labels[0]} alone did not diverge: not what we expect; please tell us about it."
-        )
-    else:
-        lines.append(
-            f"{labels[best]} is ahead, by a factor of {finals[0] / finals[best]:.1f}: not what we "
-            "expect; please tell us about it."
-        )
-    steps = [int(curve.end("iteration")) for curve in curves]
-    lines.append(f"{labels[0]} took {steps[0]:,} steps, {labels[best]} {steps[best]:,}.")
-    return lines
-
-
-def demo_command(config: DemoConfig, source: TrainConfig | None = None) -> Path:
+def demo_command(config: DemoConfig, problem: Problem | None = None) -> Path:
     """Train, write the page, say who won.
 
     Args:
         config: What to run.
-        source: The problem, if it is not CURVES.
+        problem: The problem, if it is not CURVES.
     """
     console = Console(highlight=False, soft_wrap=True)
-    folder = _free(config.output)
-    suite = members(config, folder, source or TrainConfig(problem="curves"))
-    console.print(
-        f"Three optimizers, {config.seconds:g} s of training each, from the same start, mini-batches "
-        f"of {config.batch}, {config.threads} thread(s), seed {config.seed}."
+    curves = replace(PROBLEMS["curves"], batches=(BATCH,), evaluated=(EVALUATED, EVALUATED))
+    problem = problem or curves
+    terms = Terms(
+        {"seconds": config.seconds}, seeds=1, first_seed=config.seed, schedule="linear",
+        weight_decays=(0.0,), threads=config.threads, by_clock=True,
+    )  # fmt: skip
+    race([problem], CHOSEN, terms, config.output, console)
+    lanes = lanes_of([problem], CHOSEN, terms, config.output)
+    said = verdict(lanes[problem.name])
+    document = Document(
+        title="K-FAC, WhitenedMomentum, Nesterov momentum and AdamW",
+        command=f"kronfac demo --seconds {config.seconds:g} --seed {config.seed}",
+        settings=said,
+        tables=[tables.scores(lanes), tables.contestants(lanes)],
+        pictures=[draw(lanes, config.seconds)],
     )
-    try:
-        runs = run_suite(suite, console)
-    except TrainingInterruptedError as error:
-        message = f"Stopped; what was trained is in {folder}. The next demo starts anew."
-        raise TrainingInterruptedError(message, error.exit_code - 128) from error
-    page = folder / "report.html"
-    write_report(ReportConfig(tuple(member.config.folder for member in suite), page))
-    console.print()
-    for line in verdict([member.label for member in suite], runs):
-        console.print(line)
-    return page
+    console.print(said)
+    return document.write_html(config.output / "report.html")
 
 
-def _free(folder: Path) -> Path:
-    """The folder, or the first of folder-2, folder-3, … that is not there."""
-    names = itertools.chain([folder], (Path(f"{folder}-{k}") for k in itertools.count(2)))
-    return next(path for path in names if not path.exists())
+def verdict(lanes: Sequence[Lane]) -> str:
+    """What the numbers say."""
+    runs = {lane.contestant.label: lane.runs[0] for lane in lanes}
+    ends = {lane.contestant.label: score(lane.problem, lane.runs[0]) for lane in lanes}
+    best, second = sorted(ends, key=lambda label: ends[label])[:2]
+    errors = ", ".join(
+        f"{label} {'failed' if runs[label].message else f'{end:#.3g}'}"
+        for label, end in ends.items()
+    )
+    said = f"Training error after equal time: {errors}. "
+    if runs[second].message:
+        return (
+            f"{said}{best} alone did not fail." if not runs[best].message else f"{said}All failed."
+        )
+    rows = np.array(runs[best].rows)
+    passed = rows[rows[:, TRAINING] <= ends[second], SECONDS]
+    return (
+        f"{said}{best} is {ends[second] / ends[best]:.2f} times lower than {second}, whose final error it "
+        f"had passed after {passed[0]:.0f} of {rows[-1, SECONDS]:.0f} seconds. It took "
+        f"{rows[-1, 0]:,.0f} steps, {second} {runs[second].rows[-1][0]:,.0f}."
+    )

@@ -5,14 +5,18 @@ evaluations log(error) is taken to be linear: 10 iterations apart, the compariso
 otherwise be one of the grid.
 """
 
+import json
 import math
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kronfac_experiments.report.runs import Column, Run
+from kronfac_experiments.run_directory import DIVERGED, METRICS
 
+Column = NDArray[np.float64]
 Axis = Literal["iteration", "cases", "seconds"]
 
 
@@ -29,18 +33,18 @@ class ErrorCurve:
     """Whether the run ended because it diverged."""
 
     @classmethod
-    def of(cls, run: Run) -> "ErrorCurve":
-        """The evaluations of the run, without those that were not finite."""
-        columns = run.columns
-        error = np.fmin(columns["train_error"], columns["averaged_train_error"])
-        rows = np.isfinite(error)
-        return cls(
-            iteration=columns["iteration"][rows],
-            cases=columns["cases"][rows],
-            seconds=columns["seconds"][rows],
-            error=error[rows],
-            diverged=run.diverged,
-        )
+    def read(cls, folder: Path) -> "ErrorCurve":
+        """The evaluations of the run in a folder, without those that were not finite."""
+        lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
+        rows = [row for row in map(json.loads, lines) if "train_error" in row]
+        names = "train_error", "averaged_train_error"
+        errors = [[np.nan if row.get(n) is None else row[n] for n in names] for row in rows]
+        error = np.fmin(*np.array(errors, dtype=np.float64).reshape(-1, 2).T)
+        known = np.isfinite(error)
+        along = {
+            n: np.array([row[n] for row in rows], dtype=np.float64)[known] for n in get_args(Axis)
+        }
+        return cls(**along, error=error[known], diverged=(folder / DIVERGED).is_file())
 
     @property
     def last(self) -> float:

@@ -1,7 +1,6 @@
 """When the error is measured, and on what."""
 
 import math
-from dataclasses import dataclass
 
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -10,44 +9,16 @@ from kronfac_experiments.task import Task
 
 EARLY = 100
 EARLY_EVERY = 10
-SNAPSHOT_CASES = 8
 
 
-@dataclass(frozen=True)
-class EvaluationSchedule:
-    """Every 10 iterations up to 100, then every `every`, and once at each of `seconds`.
+def evaluation_due(iteration: int, every: int, until_error: bool) -> bool:
+    """Whether to evaluate after this iteration: every 10 up to 100, then every `every`, never if that is 0.
 
     A run that ends at an error is evaluated every 10 iterations throughout: every 50, the examples that it
     took would be overstated by those of up to 49 mini-batches.
-
-    Args:
-        every: Iterations; 0 for no evaluations but the first and the last, which always take place.
-        seconds: Marks in seconds of optimiser time.
-        until_error: Whether the run ends at an error.
     """
-
-    every: int
-    seconds: tuple[float, ...] = ()
-    until_error: bool = False
-
-    def due(self, iteration: int, before: float, after: float) -> bool:
-        """Whether to evaluate after this iteration, which took the clock from `before` to `after`."""
-        if any(before < mark <= after for mark in self.seconds):
-            return True
-        if not self.every:
-            return False
-        often = iteration <= EARLY or self.until_error
-        every = min(EARLY_EVERY, self.every) if often else self.every
-        return iteration % every == 0
-
-
-def snapshot_due(iteration: int) -> bool:
-    """Whether to keep reconstructions: at 0, 10, 50, then 100, 200, 500 and their decimal multiples."""
-    if iteration in (0, 10, 50):
-        return True
-    while iteration >= 1000 and iteration % 10 == 0:
-        iteration //= 10
-    return iteration in (100, 200, 500)
+    often = iteration <= EARLY or until_error
+    return bool(every) and iteration % (min(EARLY_EVERY, every) if often else every) == 0
 
 
 def evaluate(

@@ -15,7 +15,7 @@ from kronfac.curvature import SampledFisher
 from kronfac.errors import KronfacError
 from kronfac.extend import First
 from kronfac.kfac import KFAC
-from kronfac.objective.likelihoods import Likelihood
+from kronfac.objective import Likelihood
 from kronfac.report import Stopwatch
 from kronfac_experiments.baseline import NesterovMomentum, momentum_at
 from kronfac_experiments.config import TORCH_OPTIMIZERS, KfacOptions, TrainConfig

@@ -1,55 +1,48 @@
-"""Options that all benchmarks share, and the command line of a configuration."""
+"""Options of commands: how they show in `--help`, how they are checked, and the command line with them."""
 
 import shlex
-from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import MISSING, fields
+from typing import Any
 
-from kronfac_experiments.config import hint
+import tyro
 
 
-@dataclass(frozen=True)
-class BenchOptions:
-    """Options of every benchmark."""
+def hint(metavar: str, default: str) -> Any:
+    """How an option that may be left open shows in `--help`."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
-    threads: int = 2
-    """CPU threads."""
-    seed: int = 0
-    """Seed of initial parameters, data and mini-batches."""
-    output: Annotated[Path | None, hint("FILE.md", "none")] = None
-    """Write the tables as Markdown."""
 
-    def __post_init__(self) -> None:
-        at_least(1, threads=self.threads)
-        at_least(0, seed=self.seed)
+def require(condition: bool, name: str, rule: str, value: object) -> None:
+    """Check an option.
+
+    Raises:
+        ValueError: the condition does not hold.
+    """
+    if not condition:
+        words = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        raise ValueError(f"--{name.replace('_', '-')} is {rule}; got {words}.")
 
 
 def at_least(least: float, **options: Any) -> None:
-    """Check options that are numbers or several of them.
+    """Check options that are numbers or several of them; None is an option that is not given.
 
     Raises:
         ValueError: one is smaller, or one of several is missing.
     """
     for name, value in options.items():
-        values = value if isinstance(value, tuple) else (value,)
-        if not values or min(values) < least:
-            words = " ".join(map(str, values)) or "none"
-            raise ValueError(f"--{name.replace('_', '-')} is {least:g} or more; got {words}.")
+        if value is not None:
+            values = value if isinstance(value, tuple) else (value,)
+            enough = bool(values) and min(values) >= least
+            require(enough, name, f"{least:g} or more", values or ("none",))
 
 
-def command_line(
-    name: str,
-    config: Any,
-    leave_out: tuple[str, ...] = (),
-    positional: tuple[str, ...] = (),
-) -> str:
-    """The command for the same tables; options at their defaults are left out.
+def command_line(name: str, config: Any, leave_out: tuple[str, ...] = ()) -> str:
+    """The command with these options; those at their defaults are left out.
 
     Args:
-        name: Words of the command after `kronfac`.
+        name: Words of the command after `kronfac`, with what has no option's name.
         config: Its options.
         leave_out: Options that are not said.
-        positional: Options that have no name.
     """
     words = ["kronfac", *name.split()]
     for field in fields(config):
@@ -57,8 +50,7 @@ def command_line(
         default = field.default if field.default is not MISSING else None
         if field.name in leave_out or value == default:
             continue
-        if field.name not in positional:
-            words.append(f"--{field.name.replace('_', '-')}")
+        words.append(f"--{field.name.replace('_', '-')}")
         if not isinstance(value, bool):
             values = value if isinstance(value, tuple) else (value,)
             words += [f"{v:g}" if isinstance(v, float) else str(v) for v in values]

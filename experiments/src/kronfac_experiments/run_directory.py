@@ -2,7 +2,6 @@
 
 - `config.json`: the configuration, versions and machine
 - `metrics.jsonl`: an object an iteration
-- `reconstructions.npz`: `originals` (8, d), `iterations` (s,), `reconstructions` (s, 8, d)
 - `checkpoint.pt`: all that the next iteration depends on, and the length of `metrics.jsonl` then; written
   first before the first iteration
 - `diverged.json`: why the run can't go on, if it diverged
@@ -19,26 +18,24 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from kronfac import KronfacError
-from kronfac_experiments.atomic_files import (
+from kronfac_experiments.config import GROUPS, TrainConfig
+from kronfac_experiments.files import (
     is_unfinished,
     remove_unfinished,
     sync_folder,
+    try_lock,
     write_atomically,
     write_json,
 )
-from kronfac_experiments.config import GROUPS, TrainConfig
-from kronfac_experiments.file_lock import try_lock
 from kronfac_experiments.machine import machine, versions
 from kronfac_experiments.optimizers import DivergedError
 
 FORMAT = 2
 CONFIG, METRICS, CHECKPOINT = "config.json", "metrics.jsonl", "checkpoint.pt"
-RECONSTRUCTIONS, DIVERGED = "reconstructions.npz", "diverged.json"
+DIVERGED = "diverged.json"
 
 
 class RunError(KronfacError):
@@ -77,8 +74,6 @@ def read_config(path: Path) -> TrainConfig:
         values = dict(record["config"])
         for name, kind in GROUPS.items():
             values[name] = kind(**values[name])
-        times = tuple(values["recording"].evaluate_at)
-        values["recording"] = replace(values["recording"], evaluate_at=times)
         values["data"] = None if values["data"] is None else Path(values["data"])
         return TrainConfig(**values)
     except (KeyError, TypeError, AttributeError) as error:
@@ -122,7 +117,6 @@ class RunDirectory:
         self.path = path
         self._config, self._sha256 = config, sha256
         self._metrics: IO[bytes] | None = None
-        self._snapshots: dict[int, npt.NDArray[np.floating[Any]]] = {}
 
     def __enter__(self) -> "RunDirectory":
         self.path.mkdir(parents=True, exist_ok=True)
@@ -148,8 +142,6 @@ class RunDirectory:
         self._metrics.seek(0, os.SEEK_END)
         (self.path / DIVERGED).unlink(missing_ok=True)
         remove_unfinished(self.path)
-        if state is not None:
-            self._snapshots = {k: images.numpy() for k, images in state["snapshots"].items()}
 
     def log(self, row: dict[str, Any]) -> None:
         """Add an iteration; numbers that are not finite, which JSON has not, become null."""
@@ -157,22 +149,6 @@ class RunDirectory:
         clean = {name: _finite(value) for name, value in row.items()}
         self._metrics.write(json.dumps(clean, ensure_ascii=False).encode() + b"\n")
         self._metrics.flush()
-
-    def snapshot(
-        self,
-        iteration: int,
-        originals: npt.NDArray[np.floating[Any]],
-        reconstructions: npt.NDArray[np.floating[Any]],
-    ) -> None:
-        """Keep the reconstructions, (8, d) both."""
-        self._snapshots[iteration] = reconstructions
-        arrays: dict[str, Any] = {
-            "originals": originals,
-            "iterations": np.array([*self._snapshots], dtype=np.int64),
-            "reconstructions": np.stack([*self._snapshots.values()]),
-        }
-        path = self.path / RECONSTRUCTIONS
-        write_atomically(path, lambda stream: np.savez_compressed(stream, **arrays))
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint; what was logged so far is on the disk before it is."""
@@ -183,7 +159,6 @@ class RunDirectory:
             **state,
             "format": FORMAT,
             "metrics_bytes": self._metrics.tell(),
-            "snapshots": {k: torch.from_numpy(v) for k, v in self._snapshots.items()},
         }
         write_atomically(self.path / CHECKPOINT, lambda stream: torch.save(content, stream))
 
@@ -222,13 +197,12 @@ class RunDirectory:
                 f"{metrics} is shorter than when the checkpoint was written: start again in "
                 "another folder."
             )
-        state["snapshots"] = {k: v.cpu() for k, v in state["snapshots"].items()}
         return state
 
     @property
     def files(self) -> list[str]:
         """What is there, for the last line of the command."""
-        names = (CONFIG, METRICS, RECONSTRUCTIONS, CHECKPOINT)
+        names = (CONFIG, METRICS, CHECKPOINT)
         return [name for name in names if (self.path / name).exists()]
 
 

@@ -7,9 +7,9 @@ from rich.console import Console
 
 from kronfac_experiments import run_directory
 from kronfac_experiments.config import TrainConfig, resolved
+from kronfac_experiments.error_curve import ErrorCurve
 from kronfac_experiments.optimizers import DivergedError
 from kronfac_experiments.progress import number
-from kronfac_experiments.report.runs import Run, read_runs
 from kronfac_experiments.task import Task, load_task
 from kronfac_experiments.train import Outcome, RunEndedError, TrainingInterruptedError, train
 
@@ -27,8 +27,8 @@ class Member:
     config: TrainConfig
 
 
-def run_suite(members: Sequence[Member], console: Console) -> list[Run]:
-    """Run what has not run yet, in the order given, and read all of it back.
+def run_suite(members: Sequence[Member], console: Console) -> list[ErrorCurve]:
+    """Run what has not run yet, in the order given, and read the errors of all.
 
     A run that was stopped goes on; one that has reached its limits, or has diverged, is left as it is.
     The data of a problem is loaded once.
@@ -45,7 +45,7 @@ def run_suite(members: Sequence[Member], console: Console) -> list[Run]:
             tasks[source] = load_task(config)
         console.print(f"{count} of {len(members)}: {member.label}", highlight=False)
         console.print(f"  {_told(config, tasks[source], console)}", highlight=False)
-    return read_runs([member.config.folder for member in members])
+    return [ErrorCurve.read(member.config.folder) for member in members]
 
 
 def _told(config: TrainConfig, task: Task, console: Console) -> str:

@@ -68,8 +68,6 @@ class Task:
     make_model: Callable[[int], nn.Sequential]
     """From a seed."""
     error: Callable[[nn.Module, Cases], float]
-    reconstruct: Callable[[nn.Module, Tensor], Tensor] | None = None
-    """Outputs as a picture of the inputs, for an autoencoder."""
     sha256: str | None = None
     """Checksum of the user's own file."""
 
@@ -95,11 +93,6 @@ def autoencoder_task(problem: problems.Problem, train: Tensor, test: Tensor) -> 
     def error(model: nn.Module, cases: Cases) -> float:
         return problems.reconstruction_error(model, cases.inputs, problem=problem)
 
-    @torch.no_grad()
-    def reconstruct(model: nn.Module, x: Tensor) -> Tensor:
-        outputs: Tensor = model(x)
-        return outputs.sigmoid() if problem.loss == "bernoulli" else outputs
-
     return Task(
         name=problem.name,
         layers=problem.layers,
@@ -110,7 +103,6 @@ def autoencoder_task(problem: problems.Problem, train: Tensor, test: Tensor) -> 
         error_name="squared error a case",
         make_model=lambda seed: problems.build_model(problem, seed),
         error=error,
-        reconstruct=reconstruct,
     )
 
 

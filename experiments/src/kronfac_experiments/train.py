@@ -17,11 +17,9 @@ from kronfac import KronfacError
 from kronfac_experiments import run_directory
 from kronfac_experiments.config import Limits, TrainConfig, resolved
 from kronfac_experiments.evaluation import (
-    SNAPSHOT_CASES,
-    EvaluationSchedule,
     best_error,
     evaluate,
-    snapshot_due,
+    evaluation_due,
 )
 from kronfac_experiments.machine import usable_device
 from kronfac_experiments.optimizers import DivergedError
@@ -272,9 +270,7 @@ def _loop(
 ) -> str:
     """Iterate until a limit is reached, and say which."""
     recording = config.recording
-    schedule = EvaluationSchedule(
-        recording.evaluate_every, recording.evaluate_at, config.limits.until_error is not None
-    )
+    until_error = config.limits.until_error is not None
     saved_at = session.seconds
 
     def record(row: dict[str, Any], *, evaluated: bool) -> None:
@@ -290,16 +286,12 @@ def _loop(
         if session.iteration == 0:
             directory.save(session.state_dict())  # from here on, a killed run can be resumed
             record(session.start(), evaluated=True)
-            _snapshot(task, session, directory)
         while True:
-            before = session.seconds
             row = step_or_explain(session)
             reason = _reached(replace(config.limits, until_error=None), session)
-            due = schedule.due(session.iteration, before, session.seconds)
+            due = evaluation_due(session.iteration, recording.evaluate_every, until_error)
             record(row, evaluated=due or reason is not None)
             reason = reason or (_reached(config.limits, session) if due else None)
-            if reason or snapshot_due(session.iteration):
-                _snapshot(task, session, directory)
             stopped = interrupts.received
             if reason or stopped or session.seconds - saved_at >= recording.checkpoint_every:
                 directory.save(session.state_dict())
@@ -316,11 +308,3 @@ def _loop(
 
 def _resume_command(path: Path) -> str:
     return shlex.join(["kronfac", "train", "--resume", str(path)])
-
-
-def _snapshot(task: Task, session: Session, directory: RunDirectory) -> None:
-    if task.reconstruct is None:
-        return
-    x = task.test.inputs[:SNAPSHOT_CASES]
-    originals, images = x.cpu().numpy(), task.reconstruct(session.model, x).cpu().numpy()
-    directory.snapshot(session.iteration, originals, images)

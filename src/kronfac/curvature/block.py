@@ -18,7 +18,7 @@ from kronfac.curvature.taps import OneHot, Rows, Taps
 from kronfac.curvature.tikhonov import Tikhonov
 from kronfac.errors import StateError, UnsupportedModelError
 from kronfac.linalg import shifted_inverses
-from kronfac.linalg.spd import add_gram
+from kronfac.linalg.kronecker import add_gram
 from kronfac.storage import Layout, Storable
 
 Part = tuple[Tensor, bool]

@@ -2,7 +2,7 @@
 
 from kronfac.distributed.portion import HERE, OwnPart, Portion, fingerprint, gather_parts
 from kronfac.distributed.whole_state import WholeState
-from kronfac.distributed.world import ALONE, Processes, Tally, World
+from kronfac.distributed.world import ALONE, Processes, World
 from kronfac.distributed.wrappers import averages_gradients, inner_model, refuse_distributed
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "OwnPart",
     "Portion",
     "Processes",
-    "Tally",
     "WholeState",
     "World",
     "averages_gradients",

@@ -1,7 +1,7 @@
 """An optimizer's whole state in a checkpoint of `torch.distributed.checkpoint`.
 
-Torch's loader fills in tensors whose names and shapes a new optimizer knows. A new K-FAC knows none of them
-before its first steps, and would get none. Here the state is one entry of bytes, found by its name.
+Torch's loader fills in only tensors whose names and shapes a new optimizer already has. A new K-FAC has
+none before its first step. So here the state is one entry of bytes, found by its name.
 """
 
 import io
@@ -18,9 +18,9 @@ ENTRY = "whole"
 class WholeState:
     """All of `optimizer.state_dict()` as one entry, to be saved and loaded on any number of processes.
 
-    A `Stateful` of `torch.distributed.checkpoint`. All ranks have the same state, and one of
-    them writes it. With torch.load's `weights_only=True`, nothing but tensors and plain values is read from
-    the bytes; torch itself reads what is around them with pickle, so load only what you trust.
+    A `Stateful` of `torch.distributed.checkpoint`. All ranks have the same state, and one of them writes
+    it. The bytes are read with `torch.load(weights_only=True)`; torch itself reads what is around them with
+    pickle, so load only what you trust.
 
     Example:
         >>> import torch.distributed.checkpoint as dcp

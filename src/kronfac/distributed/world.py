@@ -1,27 +1,24 @@
 """The processes that train together, and how they gather numbers and sum tensors.
 
-Numbers that a decision depends on are gathered on the host and added in the order of the ranks: so all
-ranks get the same sums, to the last bit, and decide alike. Every such message carries the phase of the step
-that it belongs to. A rank that fails sends a notice in place of its next message, and ranks that are in
-different phases get an error instead of waiting for each other. Tensors are summed by torch's all_reduce,
-right after such a message.
+Numbers that a decision depends on are gathered on the host and added in the order of the ranks. So all
+ranks get the same sums, to the last bit, and decide alike. Every message carries the phase of the step.
+A rank that fails sends a notice in place of its next message, and ranks that are in different phases raise
+an error instead of waiting for each other. Torch's all_reduce sums tensors, right after such a message.
 """
 
 import json
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
+from heapq import heapreplace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kronfac.distributed.assignment import assign
 from kronfac.distributed.packing import Packed
 from kronfac.errors import RankError
 
@@ -51,22 +48,6 @@ _TENSOR = "tensor"
 _PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
-@dataclass
-class Tally:
-    """The number, size and duration of a rank's messages and sums."""
-
-    messages: Counter[str] = field(default_factory=Counter)
-    """Messages on the host, by their phase; one in two parts counts twice."""
-    sums: int = 0
-    """All_reduces of tensors."""
-    bytes: int = 0
-    """Bytes of the tensors that were summed or broadcast."""
-    talked: float = 0.0
-    """Seconds in messages, the wait for other ranks included."""
-    waited: float = 0.0
-    """Seconds in sums, the wait for other ranks included."""
-
-
 class World:
     """One process by itself: sums and gathered numbers are its own."""
 
@@ -74,7 +55,10 @@ class World:
     size: int = 1
 
     def __init__(self) -> None:
-        self.tally = Tally()
+        self.messages: Counter[str] = Counter()
+        """Messages on the host so far, by their phase; one in two parts counts twice."""
+        self.sums = 0
+        """All_reduces of tensors so far."""
 
     @staticmethod
     def current() -> "World":
@@ -136,7 +120,7 @@ class World:
         return [tree]
 
     def assign(self, costs: Sequence[float]) -> list[int]:
-        """The rank for each piece of work: greedily by cost, the same on all ranks."""
+        """The rank for each piece of work, the same on all ranks without a message."""
         return assign(costs, self.size)
 
     def abandon(self) -> None:
@@ -156,7 +140,7 @@ class Processes(World):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._tensors = dist.group.WORLD
         # A group of its own: with a time limit of its own, and on the host wherever the tensors are.
-        self._messages = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._host = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._length = SHORT
         """Numbers of a message, the same on all ranks."""
 
@@ -206,13 +190,10 @@ class Processes(World):
         # Before the message: after it, nothing can fail on one rank alone.
         packed = Packed(tensors, symmetric or [False] * len(tensors))
         totals = self.total(numbers, phase)
-        began = time.perf_counter()
         for flat in packed.flats:
             with self._answered():
                 dist.all_reduce(flat, group=self._tensors)
-            self.tally.sums += 1
-            self.tally.bytes += flat.numel() * flat.element_size()
-        self.tally.waited += time.perf_counter() - began
+            self.sums += 1
         packed.unpack()
         return totals
 
@@ -226,18 +207,18 @@ class Processes(World):
 
         text = json.dumps(tree, default=number)
         kinds = [_describe(tensor) for tensor in own.values()]
-        told = [json.loads(text) for text in self._texts(json.dumps([text, kinds]), phase)]
+        described = [json.loads(text) for text in self._texts(json.dumps([text, kinds]), phase)]
         found = [
             [
                 torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
                 for shape, dtype, _ in kinds
             ]
-            for _, kinds in told
+            for _, kinds in described
         ]
         for received, tensor in zip(found[self.rank], own.values(), strict=True):
             received.copy_(tensor)
         self.gather([], phase)  # all ranks have the memory for it
-        for owner, (tensors, (_, kinds)) in enumerate(zip(found, told, strict=True)):
+        for owner, (tensors, (_, kinds)) in enumerate(zip(found, described, strict=True)):
             self._broadcast(tensors, [symmetric for *_, symmetric in kinds], owner)
 
         def restored(text: str, tensors: Sequence[Tensor]) -> Any:
@@ -246,7 +227,9 @@ class Processes(World):
 
             return json.loads(text, object_hook=restore)
 
-        return [restored(text, tensors) for (text, _), tensors in zip(told, found, strict=True)]
+        return [
+            restored(text, tensors) for (text, _), tensors in zip(described, found, strict=True)
+        ]
 
     def abandon(self) -> None:
         """Tell the other ranks, in place of the next message, that this one has failed."""
@@ -258,7 +241,6 @@ class Processes(World):
         for flat in packed.flats:
             with self._answered():
                 dist.broadcast(flat, owner, group=self._tensors)
-            self.tally.bytes += flat.numel() * flat.element_size()
         if self.rank != owner:
             packed.unpack()
 
@@ -278,11 +260,9 @@ class Processes(World):
 
     def _all_gather(self, own: Tensor, phase: Phase) -> list[Tensor]:
         found = [torch.empty_like(own) for _ in range(self.size)]
-        began = time.perf_counter()
         with self._answered():
-            dist.all_gather(found, own, group=self._messages)
-        self.tally.messages[phase] += 1
-        self.tally.talked += time.perf_counter() - began
+            dist.all_gather(found, own, group=self._host)
+        self.messages[phase] += 1
         return found
 
     @contextmanager
@@ -302,3 +282,18 @@ def _describe(tensor: Tensor) -> tuple[list[int], str, bool]:
     square = tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2]
     symmetric = square and bool((tensor == tensor.mT).all())
     return list(tensor.shape), str(tensor.dtype).removeprefix("torch."), symmetric
+
+
+def assign(costs: Sequence[float], ranks: int) -> list[int]:
+    """Assign pieces of work greedily: the most expensive first, each to the least-loaded rank.
+
+    The largest load is at most (4/3 − 1/(3 ranks)) times that of the best assignment (Graham 1969, LPT).
+    Of equal costs the earlier piece goes first, of equal loads the lower rank.
+    """
+    found = [0] * len(costs)
+    loads = [(0.0, rank) for rank in range(ranks)]
+    for piece in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
+        load, rank = loads[0]
+        found[piece] = rank
+        heapreplace(loads, (load + costs[piece], rank))
+    return found

@@ -1,13 +1,13 @@
 """DeepXDE, with its PyTorch backend: `model.compile(kfac(net), loss=squared_error)`.
 
-K-FAC can't see derivatives that `dde.grad` takes of the outputs by autograd. The network returns them as
-further outputs instead, by the forward Laplacian (`kronfac.physics`), and the equation picks them:
+K-FAC can't see derivatives that `dde.grad` takes of the outputs by autograd. Instead the network returns
+them as further outputs, computed by the forward Laplacian (`kronfac.physics`), and the equation uses those:
 
     net = network(perceptron)
     def pde(x, y):
         return net.jet(y).second[:, 0] - f(x)
 
-`dde.grad` on such outputs is an error. Boundary conditions are of `component=0`, the value.
+`dde.grad` on such outputs is an error. Boundary conditions use `component=0`, the value.
 """
 
 from collections.abc import Sequence

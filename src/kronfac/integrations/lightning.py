@@ -1,7 +1,7 @@
 """Lightning: `configure_optimizers` returns a `KFAC`, and nothing else is needed.
 
-Lightning passes a closure to `step`, also one that has the last of several micro-batches
-(`accumulate_grad_batches`). Only `precision="16-mixed"` together with `gradient_clip_val` needs something:
+Lightning passes a closure to `step`; with `accumulate_grad_batches` it computes the last of several
+micro-batches. Only `precision="16-mixed"` together with `gradient_clip_val` needs a plugin, because
 Lightning refuses to clip gradients for optimizers that unscale them themselves, as `KFAC` does.
 """
 
@@ -14,7 +14,7 @@ from kronfac.step.collect import UNSCALED_BY
 def half_precision(device: str = "cuda", **options: Any) -> Any:
     """A precision plugin for `Trainer(plugins=…)`: float16, gradients unscaled before they are clipped.
 
-    In the place of `precision="16-mixed"`; without `gradient_clip_val` that is enough.
+    Use it instead of `precision="16-mixed"` if you need `gradient_clip_val`.
 
     Args:
         device: of `torch.autocast`.

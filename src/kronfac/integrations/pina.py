@@ -1,8 +1,8 @@
 """PINA: `PhysicsInformedSingleModelSolver(problem, net, optimizer=kfac(problem, net))`.
 
-K-FAC can't see derivatives that PINA's operators take of the outputs by autograd. The network returns them
-as further columns instead, by the forward Laplacian (`kronfac.physics`), under the names that PINA's
-operators give them, and the equation picks them:
+K-FAC can't see derivatives that PINA's operators take of the outputs by autograd. Instead the network
+returns them as further columns, computed by the forward Laplacian (`kronfac.physics`), under the names that
+PINA's operators give them, and the equation uses those:
 
     class Poisson(SpatialProblem):
         output_variables = variables(["u"], ["x", "y"])  # u, dudx, dudy, ddu
@@ -16,7 +16,7 @@ An operator such as `laplacian` on these outputs is an error.
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from kronfac.errors import UnsupportedModelError
 from kronfac.kfac import KFAC
@@ -44,22 +44,9 @@ def variables(
     return names + [f"dd{u}d{x}d{y}" for x, y in second for u in outputs]
 
 
-class JetNetwork(nn.Module):
-    """A perceptron that returns its derivatives too, as columns; made by `network`."""
-
-    def __init__(self, perceptron: nn.Sequential, second: str | list[tuple[int, int]]) -> None:
-        super().__init__()
-        self.columns = JetColumns(perceptron, second)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The columns at the points x."""
-        y: Tensor = self.columns(x.as_subclass(Tensor))  # labels say nothing to it, and take time
-        return y
-
-
 def network(
     perceptron: nn.Sequential, inputs: Sequence[str], second: Second = "laplacian"
-) -> JetNetwork:
+) -> JetColumns:
     """A network for PINA's solvers that returns its derivatives too.
 
     Args:
@@ -68,14 +55,14 @@ def network(
         second: which second derivatives, as for `variables`.
     """
     if isinstance(second, str):
-        return JetNetwork(perceptron, second)
+        return JetColumns(perceptron, second)
     place = {name: i for i, name in enumerate(inputs)}
     unknown = [name for pair in second for name in pair if name not in place]
     if unknown:
         raise ValueError(
             f"network's second derivatives are by inputs, here {', '.join(inputs)}; got {unknown[0]!r}."
         )
-    return JetNetwork(perceptron, [(place[x], place[y]) for x, y in second])
+    return JetColumns(perceptron, [(place[x], place[y]) for x, y in second])
 
 
 def kfac(problem: Any, net: nn.Module, **settings: Any) -> Any:
@@ -92,7 +79,7 @@ def kfac(problem: Any, net: nn.Module, **settings: Any) -> Any:
     from pina.optim import TorchOptimizer  # noqa: PLC0415
 
     _check(problem, net)
-    chosen = {"fisher": "exact", **settings} if isinstance(net, JetNetwork) else settings
+    chosen = {"fisher": "exact", **settings} if isinstance(net, JetColumns) else settings
 
     class KFACOptimizer(TorchOptimizer):  # type: ignore[misc, unused-ignore]
         """Makes a `KFAC` when the solver asks for it."""
@@ -108,7 +95,7 @@ def kfac(problem: Any, net: nn.Module, **settings: Any) -> Any:
 
 
 def _check(problem: Any, net: nn.Module) -> None:
-    """Refuse what K-FAC would not see, or what PINA would broadcast."""
+    """Refuse derivatives that K-FAC would not see, and targets that PINA would broadcast."""
     from pina.problem import InverseProblem  # noqa: PLC0415
 
     if isinstance(problem, InverseProblem):
@@ -118,7 +105,7 @@ def _check(problem: Any, net: nn.Module) -> None:
             "with the unknown parameters in the model."
         )
     targets = {name: getattr(c, "target", None) for name, c in problem.conditions.items()}
-    if not isinstance(net, JetNetwork):
+    if not isinstance(net, JetColumns):
         equations = [name for name, target in targets.items() if target is None]
         if equations:
             raise UnsupportedModelError(

@@ -19,7 +19,7 @@ class KFACMixin:
     skorch, should be 1.0. The loss is the net's criterion, unless `optimizer__loss` is given: a likelihood
     such as `kronfac.Categorical()`, for a criterion that KFAC does not know.
 
-    With `optimizer=kronfac.WhitenedMomentum` it is that one; skorch's own `lr` suits it.
+    `optimizer=kronfac.WhitenedMomentum` uses that one instead, for which skorch's own `lr` is right.
     """
 
     module_: Any

@@ -22,9 +22,9 @@ def trainer_optimizer(
 ) -> tuple[Callable[[], Callable[..., KFAC]], dict[str, Any]]:
     """What the Trainer takes as `optimizer_cls_and_kwargs`.
 
-    The loss is the one that the model computes from its labels, seen inside its forward. `lr` is 1 if it is
-    not given: the Trainer's `learning_rate`, which is Adam's, does not count, but its schedule and its
-    warm-up do, as factors of each step. The Trainer's `weight_decay` does not come here either.
+    The loss is the one that the model computes from its labels in its forward. The Trainer's
+    `learning_rate` and `weight_decay` are Adam's and are not used; `lr` is 1 unless it is given. The
+    Trainer's schedule and warm-up multiply each step.
 
     Args:
         loss: for a model whose loss is computed elsewhere, such as by `compute_loss_func`; None for

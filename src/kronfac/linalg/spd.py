@@ -179,32 +179,3 @@ def eigh(A: Tensor, name: str = "matrix") -> tuple[Tensor, Tensor]:
     raise NonFiniteError(
         f"{name} ({A.shape[0]} × {A.shape[1]}) has no finite eigendecomposition, in float64 either."
     )
-
-
-STRIP = 192
-"""Rows of the product that a CPU computes at a time. Fewer rows make slow small products; more rows waste
-half of each block on the diagonal. Measured for 250 to 1,000 vectors of 400 to 1,600 numbers."""
-
-
-def add_gram(total: Tensor | None, x: Tensor, decay: float, weight: float) -> Tensor:
-    """decay · total + weight · xᵀx, (n, n), for x (vectors, n) and a symmetric `total`, or None for zeros.
-
-    Computed strip by strip, each up to the diagonal and then mirrored; on a GPU as one product.
-    """
-    n = x.shape[1]
-    strips = round(n / STRIP) if x.device.type == "cpu" else 1
-    if strips < 2:
-        if total is None:
-            return (x.mT @ x).mul_(weight)
-        return torch.addmm(total, x.mT, x, beta=decay, alpha=weight)
-    result = x.new_empty(n, n)
-    for strip in range(strips):
-        start, stop = strip * n // strips, (strip + 1) * n // strips
-        own, left, right = result[start:stop, :stop], x[:, start:stop].mT, x[:, :stop]
-        if total is None:
-            own.addmm_(left, right, beta=0, alpha=weight)  # β = 0 does not read the empty memory
-        else:
-            before = total[start:stop, :stop]
-            torch.addmm(before, left, right, beta=decay, alpha=weight, out=own)
-        result[:start, start:stop] = own[:, :start].mT
-    return result

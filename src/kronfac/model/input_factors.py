@@ -20,7 +20,7 @@ from torch.compiler import set_stance
 from torch.nn import functional
 
 from kronfac.curvature import Inputs
-from kronfac.linalg.spd import add_gram
+from kronfac.linalg.kronecker import add_gram
 from kronfac.model.functions import OBSERVERS, Function, SeeFunctions
 from kronfac.model.layout import PLAIN, Arrange, Layout
 from kronfac.model.nested import tensors_of
@@ -126,9 +126,7 @@ class _Record:
         """Whether a parameter is stored as (in, out / groups, …)."""
         return bool(self._stored(weight).transposed)
 
-    def product(
-        self, outputs: Tensor, factors: Factors, layout: Layout = PLAIN, source: Any = None
-    ) -> None:
+    def product(self, outputs: Tensor, factors: Factors, layout: Layout = PLAIN) -> None:
         """outputs = Σ_p P x_p."""
         for p, x in factors:
             if p is not None and x is not None:
@@ -138,7 +136,7 @@ class _Record:
         """outputs = Pᵀ x."""
         self._add(weight, MatrixLayout(1), x, outputs)
 
-    def grouped(self, outputs: Tensor, factors: Factors, arrange: Arrange, source: Any) -> None:
+    def grouped(self, outputs: Tensor, factors: Factors, arrange: Arrange) -> None:
         """outputs = Σ_p P x_p for rows in groups, with x_p (groups, examples, places, columns)."""
         for p, x in factors:
             if p is not None and x is not None:

@@ -30,8 +30,8 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if kind in _NUMBERS:
         return change(value)
-    if kind is tuple:
-        return tuple([map_leaves(item, change) for item in value])
+    if kind is tuple or kind is list:
+        return kind([map_leaves(item, change) for item in value])
     if kind is dict:
         return {name: map_leaves(item, change) for name, item in value.items()}
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kronfac.errors import TargetError, UnsupportedLossError
-from kronfac.objective.likelihoods import Likelihood, signs, unit_columns
+from kronfac.objective.terms import Likelihood, signs, unit_columns
 from kronfac.warn import warn
 
 TOLERANCE = 64

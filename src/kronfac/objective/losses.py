@@ -35,12 +35,9 @@ from kronfac.objective.likelihoods import (
     Gaussian,
     HeteroscedasticGaussian,
     Huber,
-    Likelihood,
     Poisson,
-    likelihood_loss,
-    rows,
 )
-from kronfac.objective.terms import Terms
+from kronfac.objective.terms import Likelihood, Terms, likelihood_loss, rows
 
 Reader = Callable[..., Terms]
 """From a loss function's own arguments to its terms."""
@@ -304,4 +301,4 @@ READERS: dict[Callable[..., Any], Reader] = {
     gaussian_nll_of_pairs: _read_pairs,
     **{loss.function: loss.read for loss in LOSSES.values() if loss.function not in JOINED},
 }
-"""The reader of every loss function that K-FAC knows; `observe.py` adds its own."""
+"""The reader of every loss function that K-FAC knows; `loss_calls.py` adds its own."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from kronfac.errors import ClosureError, UnsupportedLossError, UnsupportedModelError
-from kronfac.objective.likelihoods import Categorical, Likelihood, likelihood_loss
+from kronfac.objective.likelihoods import Categorical
 from kronfac.objective.losses import JOINED, LOSSES, READERS
-from kronfac.objective.terms import Terms
+from kronfac.objective.terms import Likelihood, Terms, likelihood_loss
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,8 @@ class JetColumns(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The columns at the points x, (points, inputs)."""
-        jet: Jet = self.derivatives(x.detach())
+        # Without PINA's labels, which take time.
+        jet: Jet = self.derivatives(x.detach().as_subclass(Tensor))
         return torch.cat([jet.value, jet.first.flatten(1), jet.second.flatten(1)], dim=1)
 
     def jet(self, y: Tensor) -> Jet:

@@ -91,23 +91,17 @@ class AdaptiveBatchSampler(Sampler[list[int]]):
         leap: float = 1.5,
         seed: int = 0,
     ) -> None:
-        if cases < 1:
-            raise ValueError(f"AdaptiveBatchSampler needs at least one case; got cases={cases}.")
-        if not -1 <= threshold < 1:
-            raise ValueError(f"AdaptiveBatchSampler's threshold lies in [-1, 1); got {threshold}.")
-        for name, factor in (("growth", growth), ("leap", leap)):
-            if not factor > 1:
-                raise ValueError(
-                    f"AdaptiveBatchSampler's {name} is a factor above 1; got {factor}."
-                )
-        if patience is not None and patience < 2:
-            raise ValueError(
-                f"AdaptiveBatchSampler's patience is 2 or more, or None; got {patience}."
-            )
-        if initial < 1 or not (final is None or initial <= final):
-            raise ValueError(
-                f"AdaptiveBatchSampler needs 1 <= initial <= final; got {initial} and {final}."
-            )
+        for rule, holds in (
+            (f"cases is 1 or more; got {cases}", cases >= 1),
+            (f"threshold lies in [-1, 1); got {threshold}", -1 <= threshold < 1),
+            (f"growth is a factor above 1; got {growth}", growth > 1),
+            (f"leap is a factor above 1; got {leap}", leap > 1),
+            (f"patience is 2 or more, or None; got {patience}", patience is None or patience > 1),
+            (f"initial is 1 or more; got {initial}", initial >= 1),
+            (f"final is at least initial; got {final}", final is None or final >= initial),
+        ):
+            if not holds:
+                raise ValueError(f"AdaptiveBatchSampler's {rule}.")
         if not hasattr(optimizer, "report"):
             raise TypeError(
                 "AdaptiveBatchSampler goes by what a KFAC reports of its steps; got a "

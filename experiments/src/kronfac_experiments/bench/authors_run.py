@@ -16,10 +16,11 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
+from kronfac_experiments.bench import BenchOptions, publish, spread
 from kronfac_experiments.config import KfacOptions, TrainConfig, resolved
 from kronfac_experiments.optimizers import CHUNK, TrainingFailedError
-from kronfac_experiments.options import BenchOptions, at_least, command_line
-from kronfac_experiments.pages.document import Document, Table, described, publish, spread
+from kronfac_experiments.options import at_least
+from kronfac_experiments.pages.document import Table
 from kronfac_experiments.session import Session
 from kronfac_experiments.task import Task, load_task
 
@@ -84,7 +85,13 @@ def authors_run_command(config: AuthorsRunConfig) -> list[Path]:
                 rows = _run(config, name, seed, fraction)
                 _keep(config.rows, seed, fraction, rows)
             trials.append(AuthorsTrial(name, seed, fraction, rows))
-    return [config.rows, *publish(_document(config, trials), config.output, console)]
+    settings = (
+        f"MNIST autoencoder, presets.paper(), {config.inverse}, η = 1e-5",
+        f"{config.seeds} seed(s) in a row, chunks of {CHUNK}",
+    )
+    title = "Beside the authors' own run"
+    written = publish("authors-run", title, config, settings, tables(config, trials))
+    return [config.rows, *written]
 
 
 def _kept(path: Path, seed: int, fraction: float) -> list[Row]:
@@ -125,20 +132,6 @@ def _run(config: AuthorsRunConfig, name: str, seed: int, fraction: float) -> lis
             row["train_error"] = task.error(session.model, task.train)
         rows.append(row)
     return rows
-
-
-def _document(config: AuthorsRunConfig, trials: Sequence[AuthorsTrial]) -> Document:
-    return Document(
-        title="Beside the authors' own run",
-        command=command_line("bench authors-run", config, leave_out=("rows",)),
-        settings=described(
-            config.threads,
-            config.seed,
-            f"MNIST autoencoder, presets.paper(), {config.inverse}, η = 1e-5",
-            f"{config.seeds} seed(s) in a row, chunks of {CHUNK}",
-        ),
-        tables=tables(config, trials),
-    )
 
 
 def tables(config: AuthorsRunConfig, trials: Sequence[AuthorsTrial]) -> list[Table]:

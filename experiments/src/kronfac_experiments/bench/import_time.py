@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich.console import Console
-
 import kronfac
-from kronfac_experiments.options import BenchOptions, at_least, command_line
-from kronfac_experiments.pages.document import Document, Table, described, publish, spread
+from kronfac_experiments.bench import BenchOptions, publish, spread
+from kronfac_experiments.options import at_least
+from kronfac_experiments.pages.document import Table
 
 PROGRAM = """
 import time
@@ -58,15 +57,9 @@ def import_command(config: ImportConfig) -> list[Path]:
         "CPU seconds, median (smallest – largest). What kronfac adds is the difference of two processes, "
         "one after the other; a garbage collection over all of torch's objects may fall into it."
     )
-    document = Document(
-        title="The import of kronfac",
-        command=command_line("bench import", config),
-        settings=described(
-            config.threads, config.seed, f"{config.repeats} rounds of two processes", "CPU time"
-        ),
-        tables=(Table("Seconds", ("", "seconds"), rows, note),),
-    )
-    return publish(document, config.output, Console(highlight=False, soft_wrap=True))
+    settings = f"{config.repeats} rounds of two processes", "CPU time"
+    tables = (Table("Seconds", ("", "seconds"), rows, note),)
+    return publish("import", "The import of kronfac", config, settings, tables)
 
 
 def measure(config: ImportConfig) -> tuple[list[float], list[float], list[float]]:

@@ -11,12 +11,13 @@ from statistics import median
 
 from rich.console import Console
 
+from kronfac_experiments.bench import BenchOptions, publish
 from kronfac_experiments.bench.authors_run import AUTHORS_CASES, AUTHORS_ERROR
 from kronfac_experiments.config import Limits, TrainConfig
+from kronfac_experiments.error_curve import ErrorCurve
 from kronfac_experiments.optimizers import TrainingFailedError
-from kronfac_experiments.options import BenchOptions, at_least, command_line
-from kronfac_experiments.pages.document import Document, Table, described, publish
-from kronfac_experiments.report.runs import Run
+from kronfac_experiments.options import at_least
+from kronfac_experiments.pages.document import Table
 from kronfac_experiments.suite import Member, run_suite
 
 PROBLEM = "mnist"
@@ -61,17 +62,17 @@ def mnist_command(config: MnistConfig) -> list[Path]:
         )
         for seed in config.seeds
     ]
-    examples = [examples_to_error(run) for run in run_suite(members, console)]
+    examples = [examples_to_error(curve) for curve in run_suite(members, console)]
     rows = [(str(seed), _count(count)) for seed, count in zip(config.seeds, examples, strict=True)]
     rows.append(("median", _count(median(examples))))
     note = f"At most {MOST_EXAMPLES:,} are allowed; the authors' run took {AUTHORS_CASES:,}."
-    document = Document(
-        title="Examples to the authors' error on MNIST, by defaults",
-        command=command_line("bench mnist", config, leave_out=("seed", "runs", "output")),
-        settings=described(config.threads, config.seeds[0], "MNIST autoencoder, KFAC(model, loss)"),
-        tables=[Table(f"Examples to error {ERROR}", ("seed", "examples"), rows, note)],
+    written = publish(
+        "mnist",
+        "Examples to the authors' error on MNIST, by defaults",
+        config,
+        ["MNIST autoencoder, KFAC(model, loss)"],
+        [Table(f"Examples to error {ERROR}", ("seed", "examples"), rows, note)],
     )
-    written = publish(document, config.output, console)
     if median(examples) > MOST_EXAMPLES:
         found = _count(median(examples))
         raise TrainingFailedError(
@@ -80,10 +81,9 @@ def mnist_command(config: MnistConfig) -> list[Path]:
     return written
 
 
-def examples_to_error(run: Run) -> float:
+def examples_to_error(curve: ErrorCurve) -> float:
     """Examples until the evaluation at which the error was reached; ∞ if it was not."""
-    reached = run.better_error is not None and run.better_error <= ERROR and not run.diverged
-    return float(run.columns["cases"][-1]) if reached else math.inf
+    return curve.end("cases") if curve.last <= ERROR else math.inf
 
 
 def _count(examples: float) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,18 +22,20 @@ from torch.multiprocessing.spawn import spawn
 
 from kronfac import KFAC
 from kronfac.distributed import World
-from kronfac_experiments.config import hint
-from kronfac_experiments.options import at_least, command_line
-from kronfac_experiments.pages.document import Document, Table, publish, spread
+from kronfac_experiments.bench import BenchOptions, publish, spread
+from kronfac_experiments.options import at_least
+from kronfac_experiments.pages.document import Table
 
 LOOPBACK = "lo"
 MB = 1e6
 
 
 @dataclass(frozen=True)
-class RanksConfig:
+class RanksConfig(BenchOptions):
     """Seconds, bytes and messages of a step in several processes."""
 
+    threads: int = 1
+    """CPU threads of each process."""
     processes: tuple[int, ...] = (1, 2, 4)
     """Numbers of processes, each with its part of the mini-batch."""
     inverse: Literal["block_diagonal", "block_tridiagonal", "ekfac"] = "block_diagonal"
@@ -48,12 +50,9 @@ class RanksConfig:
     """Steps of a repeat: as many as lie between two refreshes."""
     repeats: int = 3
     """Repeats; their median, smallest and largest are shown."""
-    seed: int = 0
-    """Seed of parameters and data."""
-    output: Annotated[Path | None, hint("FILE.md", "none")] = None
-    """Write the tables as Markdown."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("processes", "widths", "batch", "steps", "repeats"):
             at_least(1, **{name: getattr(self, name)})
 
@@ -77,7 +76,14 @@ class RankRun:
 def ranks_command(config: RanksConfig) -> list[Path]:
     """Run the processes; show and write what they took."""
     console = Console(highlight=False, soft_wrap=True)
-    return publish(_document(config, measure(config, console)), config.output, console)
+    found = measure(config, console)
+    settings = (
+        f"perceptron {'-'.join(map(str, config.widths))}",
+        f"mini-batch {config.batch} over all processes",
+        f"{config.inverse}, plain model, gloo on loopback",
+        f"{config.repeats} × {config.steps} steps after {config.warm_up}",
+    )
+    return publish("ranks", "Steps in several processes", config, settings, [_table(found)])
 
 
 def measure(config: RanksConfig, console: Console) -> dict[int, list[RankRun]]:
@@ -89,7 +95,7 @@ def measure(config: RanksConfig, console: Console) -> dict[int, list[RankRun]]:
     return found
 
 
-def _document(config: RanksConfig, found: dict[int, list[RankRun]]) -> Document:
+def _table(found: dict[int, list[RankRun]]) -> Table:
     rows = []
     for size, ranks in found.items():
         busiest = max(ranks, key=lambda run: median(run.cpu))
@@ -113,21 +119,12 @@ def _document(config: RanksConfig, found: dict[int, list[RankRun]]) -> Document:
         "sums of tensors",
     )
     note = (
-        "Median (smallest – largest) of the repeats. One thread in each process. Processes share the "
+        "Median (smallest – largest) of the repeats. Processes share the "
         "processors of one machine, so that ms of a step say little for more of them than there are. Bytes "
         "by the counters of the loopback interface, divided by the processes. Messages and sums of rank 0; "
         "refreshes and validations have messages of their own."
     )
-    return Document(
-        title="Steps in several processes",
-        command=command_line("bench ranks", config),
-        settings=(
-            f"Perceptron {'-'.join(map(str, config.widths))}, float32, mini-batch {config.batch} over all "
-            f"processes, {config.inverse}, plain model, gloo on loopback, {config.repeats} × "
-            f"{config.steps} steps after {config.warm_up}, seed {config.seed}, torch {torch.__version__}."
-        ),
-        tables=(Table("Seconds and bytes", columns, rows, note),),
-    )
+    return Table("Seconds and bytes", columns, rows, note)
 
 
 def _problem(config: RanksConfig) -> tuple[nn.Module, Tensor, Tensor]:
@@ -142,15 +139,14 @@ def _problem(config: RanksConfig) -> tuple[nn.Module, Tensor, Tensor]:
 
 def _run(config: RanksConfig, size: int) -> list[RankRun]:
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, args=(size, folder, asdict(config)), nprocs=size)
+        spawn(_rank, args=(size, folder, config), nprocs=size)
         files = [Path(folder) / f"{rank}.json" for rank in range(size)]
         return [RankRun(**json.loads(file.read_text())) for file in files]
 
 
-def _rank(rank: int, size: int, folder: str, given: dict[str, object]) -> None:
+def _rank(rank: int, size: int, folder: str, config: RanksConfig) -> None:
     """One process."""
-    torch.set_num_threads(1)
-    config = RanksConfig(**given)  # type: ignore[arg-type]
+    torch.set_num_threads(config.threads)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     run = _measure(config, rank, size)
@@ -187,7 +183,7 @@ def _measure(config: RanksConfig, rank: int, size: int) -> RankRun:
 
 def _numbers(world: World) -> dict[str, float]:
     """How often this process has talked to the others so far."""
-    return {"messages": float(world.tally.messages.total()), "sums": float(world.tally.sums)}
+    return {"messages": float(world.messages.total()), "sums": float(world.sums)}
 
 
 def _loopback() -> int:

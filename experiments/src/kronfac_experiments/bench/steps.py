@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from kronfac import KFAC, Bernoulli, Gaussian, KronfacError, plan, presets
 from kronfac_experiments import problems
-from kronfac_experiments.options import BenchOptions, at_least, command_line
-from kronfac_experiments.pages.document import Document, Table, described, publish
+from kronfac_experiments.bench import BenchOptions, publish
+from kronfac_experiments.options import at_least
+from kronfac_experiments.pages.document import Table
 from kronfac_experiments.race.models import ViT, vit_lora
 from kronfac_experiments.race.problems import PROBLEMS
 
@@ -171,18 +172,6 @@ def parts_table(found: Sequence[Measured], other: str) -> Table:
     return Table(f"By part, in steps of {other}", ("part", *(m.name for m in found)), rows)
 
 
-def _publish(
-    title: str, name: str, config: BenchOptions, settings: Sequence[str], tables: Sequence[Table]
-) -> list[Path]:
-    document = Document(
-        title=title,
-        command=command_line(name, config),
-        settings=described(config.threads, config.seed, *settings),
-        tables=tables,
-    )
-    return publish(document, config.output, Console(highlight=False, soft_wrap=True))
-
-
 def _against_sgd(
     build: Callable[[], nn.Module], loss: nn.Module, **options: Any
 ) -> tuple[Steps, Steps]:
@@ -257,7 +246,7 @@ def step_command(config: StepConfig) -> list[Path]:
         f"{config.repeats} × {config.steps} interleaved steps",
     )
     tables = ratio_table("K-FAC / SGD", "SGD", found), parts_table(found, "SGD")
-    return _publish("Cost of a step", "bench step", config, settings, tables)
+    return publish("step", "Cost of a step", config, settings, tables)
 
 
 # ------------------------------------------------------------------------------------ small networks
@@ -307,7 +296,7 @@ def small_step_command(config: SmallStepConfig) -> list[Path]:
         f"{config.clock} clock",
     )
     tables = (ratio_table("One step over another", "the other", found),)
-    return _publish("Steps of small networks", "bench small-step", config, settings, tables)
+    return publish("small-step", "Steps of small networks", config, settings, tables)
 
 
 def _perceptron(widths: tuple[int, ...], dropout: float = 0.0) -> nn.Sequential:
@@ -387,4 +376,4 @@ def network_step_command(config: NetworkStepConfig) -> list[Path]:
         parts_table(found, "SGD"),
         Table("SGD steps by `kronfac.plan`", ("", "planned", "measured"), rows),
     )
-    return _publish("Steps of networks", "bench network-step", config, settings, tables)
+    return publish("network-step", "Steps of networks", config, settings, tables)

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from kronfac.errors import NotPositiveDefiniteError
 from kronfac_experiments.diagnostics import BlockMatrix, compare, kronecker_fisher
 from kronfac_experiments.figures.config import FigureConfig
-from kronfac_experiments.figures.files import Number, show, write
+from kronfac_experiments.figures.files import Number, publish
 from kronfac_experiments.figures.network import example
 from kronfac_experiments.figures.panels import INVERSE_QUANTILE, draw_row, new_figure, white_level
 
@@ -24,59 +24,48 @@ def figure_5(config: FigureConfig) -> list[Path]:
     network = example(config)
     plain = kronecker_fisher(network.examples)
     damped = plain.damped(network.gamma)
-    reference = damped.dense()
     pairs = [
-        _Pair("F̆", r"\breve{F}", damped.block_diagonal()),
-        _Pair("F̂", r"\hat{F}", damped.block_tridiagonal()),
+        _Named("F̆", r"\breve{F}", damped.block_diagonal()),
+        _Named("F̂", r"\hat{F}", damped.block_tridiagonal()),
     ]
-    numbers = _numbers_of("F̃", reference, pairs)
     try:
         without = [
-            _Pair("F̆ without damping", "", plain.block_diagonal()),
-            _Pair("F̂ without damping", "", plain.block_tridiagonal()),
+            _Named("F̆ without damping", "", plain.block_diagonal()),
+            _Named("F̂ without damping", "", plain.block_tridiagonal()),
         ]
     except NotPositiveDefiniteError:  # fewer cases than weights into a unit
         without = []
-    numbers += _numbers_of("F̃", plain.dense(), without)
     title = "Figure 5: the Kronecker-factored Fisher and its two approximations, all damped by γ"
-    figure = _draw(title, network.setting, r"\tilde{F}", reference, pairs, white_level(reference))
-    paths = write(figure, numbers, "figure_5", config.output)
-    show(f"{title}\n{network.setting}", numbers, paths)
-    return paths
+    reference = _Named("F̃", r"\tilde{F}", damped.dense())
+    figure = _draw(title, network.setting, reference, pairs, white_level(reference.matrix))
+    numbers = _numbers_of("F̃", reference.matrix, pairs) + _numbers_of("F̃", plain.dense(), without)
+    return publish(config, figure, f"{title}\n{network.setting}", numbers, numbers)
 
 
 def figure_6(config: FigureConfig) -> list[Path]:
     """|F̃⁻¹|, |F̆⁻¹|, |F̃⁻¹ − F̆⁻¹| above |F̃⁻¹|, |F̂⁻¹|, |F̃⁻¹ − F̂⁻¹|, all in the same grey levels."""
     network = example(config)
     damped = kronecker_fisher(network.examples).damped(network.gamma)
-    reference = damped.inverse()
+    inverse = damped.inverse()
     pairs = [
-        _Pair("F̆⁻¹", r"\breve{F}^{-1}", damped.block_diagonal_inverse()),
-        _Pair("F̂⁻¹", r"\hat{F}^{-1}", damped.block_tridiagonal_inverse()),
+        _Named("F̆⁻¹", r"\breve{F}^{-1}", damped.block_diagonal_inverse()),
+        _Named("F̂⁻¹", r"\hat{F}^{-1}", damped.block_tridiagonal_inverse()),
     ]
-    numbers = _numbers_of("F̃⁻¹", reference, pairs)
-    numbers += [
-        Number("share of Σ |F̃⁻¹| off the block diagonal", reference.mass_beyond(0)),
-        Number("share of Σ |F̃⁻¹| off the block tridiagonal", reference.mass_beyond(1)),
+    numbers = [
+        *_numbers_of("F̃⁻¹", inverse, pairs),
+        Number("share of Σ |F̃⁻¹| off the block diagonal", inverse.mass_beyond(0)),
+        Number("share of Σ |F̃⁻¹| off the block tridiagonal", inverse.mass_beyond(1)),
         Number("γ", network.gamma),
     ]
     title = "Figure 6: the inverse of F̃ and its two approximations, all damped by γ"
-    figure = _draw(
-        title,
-        network.setting,
-        r"\tilde{F}^{-1}",
-        reference,
-        pairs,
-        white_level(reference, INVERSE_QUANTILE),
-    )
-    paths = write(figure, numbers, "figure_6", config.output)
-    show(f"{title}\n{network.setting}", numbers, paths)
-    return paths
+    reference = _Named("F̃⁻¹", r"\tilde{F}^{-1}", inverse)
+    figure = _draw(title, network.setting, reference, pairs, white_level(inverse, INVERSE_QUANTILE))
+    return publish(config, figure, f"{title}\n{network.setting}", numbers, numbers)
 
 
 @dataclass(frozen=True)
-class _Pair:
-    """An approximation."""
+class _Named:
+    """A matrix by its name."""
 
     name: str
     symbol: str
@@ -84,7 +73,7 @@ class _Pair:
     matrix: BlockMatrix
 
 
-def _numbers_of(name: str, reference: BlockMatrix, pairs: Sequence[_Pair]) -> list[Number]:
+def _numbers_of(name: str, reference: BlockMatrix, pairs: Sequence[_Named]) -> list[Number]:
     """The distances of the approximations from the reference, over everything and on the diagonal."""
     numbers = []
     for pair in pairs:
@@ -102,12 +91,7 @@ def _numbers_of(name: str, reference: BlockMatrix, pairs: Sequence[_Pair]) -> li
 
 
 def _draw(
-    title: str,
-    setting: str,
-    symbol: str,
-    reference: BlockMatrix,
-    pairs: Sequence[_Pair],
-    maximum: float,
+    title: str, setting: str, reference: _Named, pairs: Sequence[_Named], maximum: float
 ) -> Figure:
     """A row for each approximation: the matrix, the approximation, the absolute difference.
 
@@ -115,14 +99,10 @@ def _draw(
     """
     figure, axes = new_figure(title, setting, rows=len(pairs))
     for row, pair in zip(axes, pairs, strict=True):
-        draw_row(
-            row,
-            [reference, pair.matrix, reference - pair.matrix],
-            [f"$|{symbol}|$", f"$|{pair.symbol}|$", f"$|{symbol}-{pair.symbol}|$"],
-            maximum,
-            "absolute value",
-        )
-        comparison = compare(reference, pair.matrix)
+        symbols = reference.symbol, pair.symbol, f"{reference.symbol}-{pair.symbol}"
+        matrices = [reference.matrix, pair.matrix, reference.matrix - pair.matrix]
+        draw_row(row, matrices, [f"$|{symbol}|$" for symbol in symbols], maximum, "absolute value")
+        comparison = compare(reference.matrix, pair.matrix)
         row[2].set_xlabel(
             f"{100 * comparison.relative_absolute:.1f} % of the absolute values, "
             f"{100 * comparison.relative_frobenius:.1f} % of the Frobenius norm",

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import tyro
 
+from kronfac_experiments.options import at_least, hint
+
 
 @dataclass(frozen=True)
 class FigureConfig:
@@ -28,14 +30,10 @@ class FigureConfig:
     runs of its own."""
     threads: int = 2
     """CPU threads. From 9 on, each number has runs of its own, since seconds depend on it."""
-    cases: Annotated[
-        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: by the setting)")
-    ] = None
+    cases: Annotated[int | None, hint("INT", "by the setting")] = None
     """Training cases: the first of the set for 2, 3, 5 and 6, of a mini-batch for 7; from 9 on the
     first of the set are those that the error is measured on, and all are trained on."""
 
     def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise ValueError(f"threads is 1 or more; got {self.threads}.")
-        if self.cases is not None and self.cases < 2:
-            raise ValueError(f"cases is 2 or more; got {self.cases}.")
+        at_least(1, threads=self.threads)
+        at_least(2, cases=self.cases)

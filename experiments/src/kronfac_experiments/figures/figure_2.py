@@ -9,7 +9,7 @@ from kronfac_experiments.diagnostics import (
     kronecker_fisher,
 )
 from kronfac_experiments.figures.config import FigureConfig
-from kronfac_experiments.figures.files import Number, show, write
+from kronfac_experiments.figures.files import Number, publish
 from kronfac_experiments.figures.network import example
 from kronfac_experiments.figures.panels import draw_row, new_figure, white_level
 
@@ -54,6 +54,4 @@ def make(config: FigureConfig) -> list[Path]:
         f"bound {error.bound:,.1f} (paper {PAPER_BOUND:,.1f})",
         fontsize=9,
     )
-    paths = write(figure, numbers, "figure_2", config.output)
-    show(f"{title}\n{network.setting}", numbers[:10], paths)
-    return paths
+    return publish(config, figure, f"{title}\n{network.setting}", numbers, numbers[:10])

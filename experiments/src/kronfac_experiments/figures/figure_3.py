@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kronfac_experiments.diagnostics import BlockMatrix, kronecker_fisher
 from kronfac_experiments.figures.config import FigureConfig
-from kronfac_experiments.figures.files import Number, show, write
+from kronfac_experiments.figures.files import Number, publish
 from kronfac_experiments.figures.network import LABELS, example
 from kronfac_experiments.figures.panels import (
     INVERSE_QUANTILE,
@@ -48,9 +48,7 @@ def make(config: FigureConfig) -> list[Path]:
         _beyond(inverse),
     )
     _draw_means(axes[0][2], inverse.block_means())
-    paths = write(figure, numbers, "figure_3", config.output)
-    show(f"{title}\n{network.setting}", numbers[:6], paths)
-    return paths
+    return publish(config, figure, f"{title}\n{network.setting}", numbers, numbers[:6])
 
 
 def _beyond(matrix: BlockMatrix) -> str:

@@ -25,7 +25,7 @@ from kronfac import KFAC
 from kronfac_experiments.config import KfacOptions, Limits, Recording, TrainConfig, resolved
 from kronfac_experiments.diagnostics import Improvement, damping_sweep
 from kronfac_experiments.figures.config import FigureConfig
-from kronfac_experiments.figures.files import Number, show, write
+from kronfac_experiments.figures.files import Number, publish
 from kronfac_experiments.optimizers import CHUNK
 from kronfac_experiments.pages.drawn import BLACK, BLUE, GREEN, VERMILION
 from kronfac_experiments.run_directory import CHECKPOINT
@@ -90,9 +90,7 @@ def make(config: FigureConfig) -> list[Path]:
     )
     title = "Figure 7: what a step improves, against the damping of the approximate Fisher"
     figure = _draw(f"{title}\n{where}", found, gamma)
-    paths = write(figure, found, "figure_7", config.output)
-    show(f"{title}\n{where}", _numbers(found, gamma), paths)
-    return paths
+    return publish(config, figure, f"{title}\n{where}", found, _numbers(found, gamma))
 
 
 def trained(config: FigureConfig, setting: Setting) -> tuple[Session, Task]:

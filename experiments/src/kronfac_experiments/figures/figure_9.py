@@ -26,11 +26,7 @@ from kronfac_experiments.error_curve import (
     progress_ratio,
 )
 from kronfac_experiments.figures.config import FigureConfig
-from kronfac_experiments.figures.files import (
-    Number,
-    show,
-    write,
-)
+from kronfac_experiments.figures.files import Number, publish
 from kronfac_experiments.figures.lines import draw_curve, finish, legend_below
 from kronfac_experiments.figures.methods import (
     BASELINE,
@@ -42,7 +38,6 @@ from kronfac_experiments.figures.methods import (
     measured_on,
     points_of,
 )
-from kronfac_experiments.pages.csv_files import write_csv
 from kronfac_experiments.pages.drawn import BLACK, BLUE, GREEN, VERMILION, Style
 from kronfac_experiments.suite import run_suite
 
@@ -118,16 +113,14 @@ def make(config: FigureConfig) -> list[Path]:
         f"seed {config.seed}"
     )
     numbers = exponents(curves) + cases_to_errors(curves, setting.errors)
-    paths = write(_draw(f"{title}\n{where}", curves), numbers, "figure_9", config.output)
     points = [
         point
         for method, by_size in curves.items()
         for m, curve in by_size.items()
         for point in points_of(curve, PROBLEM, method, m)
     ]
-    paths.append(write_csv(points, config.output / "figure_9_curves.csv"))
-    show(f"{title}\n{where}\n{EXPONENT}", numbers, paths)
-    return paths
+    figure = _draw(f"{title}\n{where}", curves)
+    return publish(config, figure, f"{title}\n{where}\n{EXPONENT}", numbers, numbers, points)
 
 
 def _run(config: FigureConfig, setting: Setting) -> Curves:
@@ -146,7 +139,7 @@ def _run(config: FigureConfig, setting: Setting) -> Curves:
         for method in METHODS
         for size in setting.sizes
     ]
-    found = iter(map(ErrorCurve.of, run_suite(members, Console(highlight=False, soft_wrap=True))))
+    found = iter(run_suite(members, Console(highlight=False, soft_wrap=True)))
     return {method: {size.m: next(found) for size in setting.sizes} for method in METHODS}
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from kronfac_experiments.config import Limits
 from kronfac_experiments.error_curve import Axis, ErrorCurve, common_error, progress_ratio
 from kronfac_experiments.figures.config import FigureConfig
-from kronfac_experiments.figures.files import Number, show, write
+from kronfac_experiments.figures.files import Number, publish
 from kronfac_experiments.figures.lines import (
     draw_curve,
     finish,
@@ -39,7 +39,6 @@ from kronfac_experiments.figures.methods import (
     measured_on,
     points_of,
 )
-from kronfac_experiments.pages.csv_files import write_csv
 from kronfac_experiments.suite import run_suite
 
 NAME = "experiment-2"
@@ -114,7 +113,7 @@ def run(config: FigureConfig) -> list[Result]:
         for setting in settings
         for method in METHODS
     ]
-    curves = iter(map(ErrorCurve.of, run_suite(members, Console(highlight=False, soft_wrap=True))))
+    curves = iter(run_suite(members, Console(highlight=False, soft_wrap=True)))
     return [Result(setting, {method: next(curves) for method in METHODS}) for setting in settings]
 
 
@@ -183,7 +182,7 @@ def figure_10(config: FigureConfig) -> list[Path]:
     rows = figure.subplots(len(results), squeeze=False)[:, 0]
     for axes, result in zip(rows, results, strict=True):
         _panel(axes, result, "seconds", result.title)
-    return _publish(config, figure, results, 10, "seconds", title, columns=2)
+    return _labelled(config, figure, results, "seconds", title, columns=2)
 
 
 def figure_11(config: FigureConfig) -> list[Path]:
@@ -198,7 +197,7 @@ def figure_11(config: FigureConfig) -> list[Path]:
         end = max(result.curves[method].end("iteration") for method in (TRIDIAGONAL, DIAGONAL))
         zoom(part, result.curves.values(), "iteration", end)
         leave_out_the_start(part, result.curves.values())
-    return _publish(config, figure, results, 11, "iteration", title, columns=4)
+    return _labelled(config, figure, results, "iteration", title, columns=4)
 
 
 def _panel(axes: Axes, result: Result, axis: Axis, title: str) -> None:
@@ -208,11 +207,10 @@ def _panel(axes: Axes, result: Result, axis: Axis, title: str) -> None:
     leave_out_the_start(axes, result.curves.values())
 
 
-def _publish(
+def _labelled(
     config: FigureConfig,
     figure: Figure,
     results: Sequence[Result],
-    number: int,
     axis: Axis,
     title: str,
     columns: int,
@@ -221,13 +219,10 @@ def _publish(
     figure.suptitle(title, fontsize=10.5)
     legend_below(figure, {method.name: method.style for method in METHODS}, columns)
     found = [n for result in results for n in numbers(result, axis)]
-    paths = write(figure, found, f"figure_{number}", config.output)
     points = [
         point
         for result in results
         for method, curve in result.curves.items()
         for point in points_of(curve, result.setting.problem, method)
     ]
-    paths.append(write_csv(points, config.output / f"figure_{number}_curves.csv"))
-    show(title, found, paths)
-    return paths
+    return publish(config, figure, title, found, found, points)

@@ -1,21 +1,18 @@
 """Tables and pictures as values, shown in the terminal, written as Markdown or as one HTML file."""
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
-from statistics import median
 from string import Template
 
-import torch
 from rich.console import Console
 from rich.table import Table as RichTable
 
 from kronfac import KronfacError
-from kronfac_experiments.atomic_files import write_atomically
-from kronfac_experiments.machine import machine
+from kronfac_experiments.files import write_atomically
 
 WRITTEN = "## What it shows"
 """Heading of the section that people write."""
@@ -83,7 +80,7 @@ class Document:
                     column, justify="right" if right else "left", overflow="fold", no_wrap=not right
                 )
             for row in table.rows:
-                shown.add_row(*row)
+                shown.add_row(*(cell.replace("**", "") for cell in row))
             console.print(shown)
             if table.note:
                 console.print(table.note)
@@ -187,36 +184,8 @@ def _html_picture(picture: Picture) -> str:
     )
 
 
-def publish(document: Document, output: Path | None, console: Console) -> list[Path]:
-    """Show the tables and, if wanted, write the Markdown; return the files that were written."""
-    document.show(console)
-    return [] if output is None else document.write_markdown(output)
-
-
 def _written(text: str) -> str:
     """The section under `WRITTEN`, from the end of the line before it; nothing if there is none."""
     _, mark, rest = text.partition(f"\n{WRITTEN}\n")
     section = rest.split("\n## ")[0].rstrip("\n")
     return f"\n{WRITTEN}\n{section}\n" if mark else ""
-
-
-def spread(values: Sequence[float], show: Callable[[float], str]) -> str:
-    """Median (smallest – largest), each as `show` writes it."""
-    return f"{show(median(values))} ({show(min(values))} – {show(max(values))})"
-
-
-def described(threads: int, seed: int, *more: str, precision: str = "float32") -> str:
-    """The settings above every table, those of the machine last."""
-    return (
-        ", ".join(
-            [
-                *more,
-                precision,
-                f"{threads} thread{'s' if threads > 1 else ''}",
-                f"seed {seed}",
-                f"torch {torch.__version__}",
-                f"{machine()['processor'] or 'unknown processor'}",
-            ]
-        )
-        + "."
-    )

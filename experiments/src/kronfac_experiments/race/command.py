@@ -12,9 +12,8 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from kronfac_experiments.config import hint
 from kronfac_experiments.machine import machine, versions
-from kronfac_experiments.options import at_least
+from kronfac_experiments.options import at_least, hint
 from kronfac_experiments.progress import clock, number
 from kronfac_experiments.race.contestants import (
     Contestant,
@@ -160,7 +159,7 @@ def race(
 def _race_on_a_problem(lanes: Sequence[Lane], progress: Progress, bar: TaskID) -> None:
     while missing := [(lane, entry) for lane in lanes for entry in lane.missing[:1]]:
         # Contestants take turns, so that a slow hour hits all of them.
-        if "seconds" in lanes[0].terms.budget:
+        if "seconds" in lanes[0].terms.budget and not lanes[0].terms.by_clock:
             progress.update(bar, description=f"{lanes[0].problem.name}: cost of a step")
             _measure_costs(lanes)
         for lane, entry in missing:
@@ -213,7 +212,7 @@ def run_entry(lane: Lane, entry: Entry, tick: Callable[[float], None]) -> Run:
     steps: int | None = None
     if "steps" in terms.budget:
         steps = int(terms.budget["steps"])
-    elif contestant.sampler is None:
+    elif contestant.sampler is None and not terms.by_clock:
         cost = lane.cost(entry.settings["batch"])
         assert cost is not None
         steps = cost.steps_in(terms.budget["seconds"])

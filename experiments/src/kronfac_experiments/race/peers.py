@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronfac_experiments.baseline import evaluate
+from kronfac_experiments.baseline import PerParameter
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan (2024), chosen for the steepest slope at 0: they bring singular values to
@@ -39,7 +39,7 @@ def orthogonalised(G: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor:
     return result
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(PerParameter):
     """B ← μ B + g,  W ← (1 − ε η) W − ε 0.2 √max(out, in) · orthogonalised(g + μ B).
 
     `torch.optim.AdamW` takes the other parameters, at the same learning rate.
@@ -85,30 +85,27 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step."""
-        returned = evaluate(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._move(parameter, group["lr"], group["momentum"], group["weight_decay"])
+        returned = super().step(closure)
         for group in self._rest.param_groups:
             group["lr"] = self.param_groups[0]["lr"]  # a schedule sets this one
         self._rest.step()
         return returned
 
-    def _move(self, parameter: Tensor, lr: float, momentum: float, weight_decay: float) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        state = self.state[parameter]
+    def move(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """Move a matrix or a convolution."""
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
-        buffer = state["momentum"].mul_(momentum).add_(gradient)
-        matrix = gradient.add(buffer, alpha=momentum).flatten(1)
+        buffer = state["momentum"].mul_(group["momentum"]).add_(gradient)
+        matrix = gradient.add(buffer, alpha=group["momentum"]).flatten(1)
         direction = orthogonalised(matrix).reshape(parameter.shape)
         scale = ADAMW_RMS * max(matrix.shape) ** 0.5
-        parameter.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr * scale)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(direction, alpha=-group["lr"] * scale)
 
 
-class SOAP(torch.optim.Optimizer):
+class SOAP(PerParameter):
     """Adam in the eigenbasis of Shampoo's two factors, for matrices and convolutions.
 
     W ← (1 − ε η) W − ε Q_L (m̂ / (√v̂ + 1e-8)) Q_Rᵀ, with Adam's moments of G' = Q_Lᵀ G Q_R.
@@ -136,38 +133,26 @@ class SOAP(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step."""
-        returned = evaluate(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._move(parameter, group["lr"], group["weight_decay"], group["betas"])
-        return returned
-
-    def _move(
-        self, parameter: Tensor, lr: float, weight_decay: float, betas: tuple[float, float]
+    def move(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
+        """Move a parameter of any shape."""
         G = gradient.reshape(1, -1) if gradient.ndim < 2 else gradient.flatten(1)
-        state = self.state[parameter]
         if not state:
             state |= {"steps": 0, "m": torch.zeros_like(G), "v": torch.zeros_like(G)}
             state["factors"] = _factors(G)
             state["bases"] = [None if f is None else _eigenvectors(f) for f in state["factors"]]
             return
         state["steps"] += 1
-        beta1, beta2 = betas
+        beta1, beta2 = group["betas"]
         rotated = _rotate(G, state["bases"])
         state["m"].lerp_(G, 1 - beta1)
         state["v"].lerp_(rotated.square(), 1 - beta2)
         m_hat = _rotate(state["m"], state["bases"]) / (1 - beta1 ** state["steps"])
         v_hat = state["v"] / (1 - beta2 ** state["steps"])
         direction = _rotate(m_hat / (v_hat.sqrt() + EPSILON), state["bases"], back=True)
-        parameter.mul_(1 - lr * weight_decay)
-        parameter.add_(direction.reshape(parameter.shape), alpha=-lr)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(direction.reshape(parameter.shape), alpha=-group["lr"])
         for old, new in zip(state["factors"], _factors(G), strict=True):
             if old is not None:
                 old.lerp_(new, 1 - beta2)

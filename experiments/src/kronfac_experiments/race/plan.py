@@ -32,12 +32,14 @@ class Terms:
 
     Args:
         budget: `{"seconds": …}` or `{"steps": …}`.
-        seeds: How many, from 0.
+        seeds: How many.
         schedule: Of learning rates.
         weight_decays: Decoupled; several are tuned.
         tune_fully: Whether other mini-batches and other constants are tried at the best point.
         threads: CPU threads.
         any_code: Whether runs of other versions of the code count, the newest of them.
+        first_seed: The first of the seeds.
+        by_clock: Whether each run takes the steps that its own clock allows, not those of a measured cost.
     """
 
     budget: dict[str, float]
@@ -47,6 +49,8 @@ class Terms:
     tune_fully: bool = False
     threads: int = 1
     any_code: bool = False
+    first_seed: int = 0
+    by_clock: bool = False
 
     def code(self, contestant: Contestant) -> str | None:
         """The version whose runs count; None for any."""
@@ -131,7 +135,9 @@ class Lane:
         settings = self.settings
         if settings is None:
             return []
-        return [e for seed in range(self.terms.seeds) for e in self._entries([settings], seed)]
+        first, count = self.terms.first_seed, self.terms.seeds
+        seeds = range(first, first + count)
+        return [entry for seed in seeds for entry in self._entries([settings], seed)]
 
     @property
     def missing(self) -> list[Entry]:
@@ -160,12 +166,14 @@ class Lane:
 
     def run_of(self, entry: Entry) -> Run | None:
         """Its run, if it has been made."""
-        return self.records.run(entry.key, self.terms.code(self.contestant))
+        found = self.records.find(entry.key, self.terms.code(self.contestant))
+        return found if isinstance(found, Run) else None
 
     def cost(self, batch: float | None) -> Cost | None:
         """What its steps cost at this size of the mini-batch, if that has been measured."""
         name = cost_key(self.problem.name, self.contestant.recorded_as, batch, self.terms.threads)
-        return self.records.cost(name, self.terms.code(self.contestant))
+        found = self.records.find(name, self.terms.code(self.contestant))
+        return found if isinstance(found, Cost) else None
 
     def _is_raced(self, run: Run) -> bool:
         terms = self.terms

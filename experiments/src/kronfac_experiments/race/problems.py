@@ -64,7 +64,8 @@ PROBLEMS = {problem.name: problem for group in GROUPS.values() for problem in gr
 
 def group_of(problem: Problem) -> str:
     """The group that a problem belongs to."""
-    return next(name for name, group in GROUPS.items() if problem in group)
+    names = {name: [p.name for p in group] for name, group in GROUPS.items()}
+    return next(name for name, inside in names.items() if problem.name in inside)
 
 
 def problems_named(names: Sequence[str]) -> tuple[Problem, ...]:

@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 
 import kronfac
-from kronfac_experiments.file_lock import lock, try_lock
+from kronfac_experiments.files import lock, try_lock
 from kronfac_experiments.race.contestants import Contestant, Settings
 from kronfac_experiments.run_directory import RunError
 
@@ -160,17 +160,8 @@ class Records:
         items = (item for by_code in self._kept.values() for item in by_code.values())
         return (item for item in items if isinstance(item, Run))
 
-    def run(self, name: str, code: str | None) -> Run | None:
-        """The run with this key, of this code or, if that is None, of the newest."""
-        found = self._find(name, code)
-        return found if isinstance(found, Run) else None
-
-    def cost(self, name: str, code: str | None) -> Cost | None:
-        """The cost with this key, of this code or, if that is None, of the newest."""
-        found = self._find(name, code)
-        return found if isinstance(found, Cost) else None
-
-    def _find(self, name: str, code: str | None) -> Run | Cost | None:
+    def find(self, name: str, code: str | None) -> Run | Cost | None:
+        """The run or cost with this key, of this code or, if that is None, of the newest."""
         by_code = self._kept.get(name, {})
         return next(reversed(by_code.values()), None) if code is None else by_code.get(code)
 

@@ -1,10 +1,34 @@
-"""Files that are replaced whole: at any moment there is the old one or the new one."""
+"""Files that are replaced whole, and locks on files that end with their process, however it ends.
+
+At any moment there is the old file or the new one. `flock` belongs to the open file, so the operating
+system releases it also after kill -9. Windows has no such lock: there nothing is locked.
+"""
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
+
+if sys.platform != "win32":
+    import fcntl
+
+
+def lock(stream: IO[bytes]) -> None:
+    """Lock the file until it is closed, as soon as nobody else does."""
+    if sys.platform != "win32":
+        fcntl.flock(stream, fcntl.LOCK_EX)
+
+
+def try_lock(stream: IO[bytes]) -> bool:
+    """Lock the file until it is closed; False if it is locked already, by any process or stream."""
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:

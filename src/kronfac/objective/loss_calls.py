@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from kronfac.errors import TargetError
-from kronfac.objective.likelihoods import Likelihood, Residual
+from kronfac.objective.likelihoods import Residual
 from kronfac.objective.losses import READERS, elementwise, is_mean
-from kronfac.objective.terms import Terms
+from kronfac.objective.terms import Likelihood, Terms
 
 
 def observe(
