@@ -117,7 +117,7 @@ class StepReport:
 RECENT, MANY = 10, 3
 """So many rejections in so many steps are worth a warning; a few are normal in a good run."""
 SETTLING = 20
-"""Rejections in the first iterations do not count: they are how λ, which may start decades off, is found."""
+"""Rejections in so many first iterations do not count: they find λ, which may start decades off."""
 REJECTED_BY = {
     "noise": (
         "Mini-batches differ by more than a step gains: shuffle the examples, or use larger ones."
