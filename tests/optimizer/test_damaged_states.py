@@ -140,7 +140,7 @@ def unknown_entries(state: Any) -> Iterator[tuple[Path, Any]]:
         # Schedules and users may add options, and every kind of pass has an entry in "dims".
         free = "param_groups" in path or path[-1:] == ("dims",)
         if isinstance(value, dict) and not free:
-            yield path, changed(state, path, value | {"unknown": 1.0})
+            yield path, changed(state, path, value | {"surplus": 1.0})
 
 
 EVERYWHERE: dict[str, Damage] = {
