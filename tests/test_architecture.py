@@ -9,7 +9,8 @@ from tests.structure import COUNTS, PAGE, generated
 BUDGETS = {
     # at most, goal
     "library lines": (24_000, 18_000),
-    "files in the package root": (14, 13),
+    # 13, and `whitened_momentum.py`, which "2 of 4" adds.
+    "files in the package root": (14, 14),
     "import layers": (16, 10),
     # 30, and `WhitenedMomentum`, which "2 of 4" adds.
     "public names": (31, 31),

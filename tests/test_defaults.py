@@ -14,12 +14,15 @@ from tests.conftest import mlp
 
 ROOT = Path(kronfac.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "defaults.md"
-NO_DEFAULTS = ("VERSION",)
+NO_DEFAULTS = ("VERSION", "ADAM", "POLAR", "WHITENED")
 """Numbers that shape no step."""
 MODULES = [
     *sorted((ROOT / "control").glob("[a-z]*.py")),
     *sorted((ROOT / "step").glob("[a-z]*.py")),
-    *(ROOT / name for name in ("settings.py", "check.py", "model/blocks.py")),
+    *(
+        ROOT / name
+        for name in ("settings.py", "check.py", "model/blocks.py", "whitened_momentum.py")
+    ),
     *sorted((ROOT / "model" / "layers").glob("[a-z]*.py")),
 ]
 

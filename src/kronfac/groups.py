@@ -28,9 +28,10 @@ class PerParameter:
     @classmethod
     def of_groups(cls, groups: Groups, key: str) -> "PerParameter":
         """The number that each group has under this key, for its parameters."""
-        values = {p: float(group[key]) for group in groups for p in group["params"]}
-        usual = next(iter(values.values()))
-        return cls(usual, {p: value for p, value in values.items() if value != usual})
+        values = [float(group[key]) for group in groups]
+        usual = next(v for v, group in zip(values, groups, strict=True) if group["params"])
+        pairs = [pair for pair in zip(values, groups, strict=True) if pair[0] != usual]
+        return cls(usual, {p: value for value, group in pairs for p in group["params"]})
 
     def __getitem__(self, p: nn.Parameter) -> float:
         return self.others.get(p, self.usual)

@@ -151,7 +151,8 @@ class KFAC(torch.optim.Optimizer):
         self._left_out, self._warned = self._trainable_elsewhere(), set[str]()
         self._check_rates()
         self._warn_of_events = EventWarnings()
-        self._versions: list[tuple[int, int]] | None = None  # of the parameters, after a step
+        self._versions: list[tuple[int, int]] | None = None
+        """Of the parameters after a step whose start is kept for a rollback."""
         self.report: StepReport | None = None
         """What the last step did; None before the first."""
 
@@ -186,7 +187,9 @@ class KFAC(torch.optim.Optimizer):
         try:
             result = take_step(self, closure, changed)
         finally:
-            self._versions = self.network.versions
+            pending = self._state.acceptance.pending
+            kept = pending is not None and pending.kept is not None
+            self._versions = self.network.versions if kept else None
         if self.report is not None and self.report is not before:
             self._warn_of_events(self.report)
             log_events(self.report)

@@ -111,6 +111,19 @@ def test_groups_have_rates_decays_and_methods_of_their_own():
     assert optimizer.param_groups[-1]["iteration"] == optimizer.report.iteration == 5
 
 
+def test_named_parameters_rates_in_tensors_and_hooks_of_a_step():
+    ends, calls = [], []
+    for given in (lambda m: m.parameters(), lambda m: m.named_parameters()):
+        model = Network()
+        optimizer = WhitenedMomentum(model, torch.tensor(0.01), params=given(model), steps=10)
+        optimizer.register_step_pre_hook(lambda *given: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *given: calls.append("after"))
+        run(model, optimizer, 0, 2)
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+    assert calls == ["before", "after"] * 4
+
+
 def test_vectors_are_not_decayed_unless_a_group_says_so():
     model = Network()
     assert [group["weight_decay"] for group in WhitenedMomentum(model).param_groups] == [0.1, 0.0]

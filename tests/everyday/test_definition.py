@@ -115,6 +115,8 @@ def test_what_auto_chooses():
     assert reasons["unused.weight"] == "no products with it were seen"
     assert reasons["norm.weight"] == "not a matrix"
     assert "State: " in str(plan[1])
+    with torch.device("meta"):  # where a model of any size fits
+        assert WhitenedMomentum(Model()).plan(torch.arange(200) % 10) == plan[1]
 
 
 def test_the_rate_of_steps_rises_and_falls_to_zero():

@@ -117,10 +117,13 @@ class Moments(Storable, ABC):
 
         For a positive semi-definite matrix the trace is enough: the diagonal bounds all other elements.
         """
-        return [
-            (M.diagonal(dim1=-2, dim2=-1) if symmetric and M.dim() > 1 else M).sum()
-            for M, symmetric in parts_of(self)
-        ]
+        return [_probe(M, symmetric) for M, symmetric in parts_of(self)]
+
+
+def _probe(M: Tensor, symmetric: bool) -> Tensor:
+    if symmetric and M.dim() == 2:
+        return M.trace()  # one kernel
+    return (M.diagonal(dim1=-2, dim2=-1) if symmetric and M.dim() > 1 else M).sum()
 
 
 def parts_of(moments: Moments) -> list[Part]:

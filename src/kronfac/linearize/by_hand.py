@@ -39,7 +39,7 @@ class Trace:
 
     units: Sequence[Unit]
     inputs: list[Tensor]
-    """a_{i−1} of every layer, (examples, in)."""
+    """ā_{i−1} of every layer, (examples, columns of V): with a column of ones if there is a bias."""
     slopes: list[Slope | None]
     """φ′(s_i) after every layer; None without a function."""
     outputs: Tensor
@@ -49,10 +49,13 @@ class Trace:
     def pushforward(self, directions: Sequence[Matrices]) -> Tensor:
         """J v for every direction, (k, examples, outputs)."""
         tangents: Tensor | None = None
-        for i, (unit, a, slope) in enumerate(
-            zip(self.units, self.inputs, self.slopes, strict=True)
-        ):
-            own = _tangents(unit, a, [V[i] for V in directions])
+        layers = zip(
+            self.units, self.inputs, self.slopes, zip(*directions, strict=True), strict=True
+        )
+        for unit, a, slope, matrices in layers:
+            own = a.new_empty(len(matrices), len(a), unit.rows)
+            for product, V in zip(own, matrices, strict=True):
+                torch.mm(a, V.mT, out=product)
             if tangents is not None:
                 own.flatten(0, 1).addmm_(tangents.flatten(0, 1), _weight(unit).mT)
             tangents = own if slope is None else slope.times_(own)
@@ -60,7 +63,7 @@ class Trace:
         return tangents
 
     def backwards(self, v: Tensor) -> Iterator[tuple[Unit, Tensor, Tensor]]:
-        """Every layer with its a_{i−1} and g_i, from last to first; one g is in memory at a time."""
+        """Every layer with its ā_{i−1} and g_i, from last to first; one g is in memory at a time."""
         g = v
         for i, unit in reversed([*enumerate(self.units)]):
             slope = self.slopes[i]
@@ -81,30 +84,8 @@ class Trace:
         )
 
 
-def augmented(unit: Unit, a: Tensor) -> Tensor:
-    """ā: the inputs, with a column of ones if there is a bias."""
-    return torch.cat([a, a.new_ones(len(a), 1)], dim=1) if len(unit.parameters) > 1 else a
-
-
-def gradients(unit: Unit, a: Tensor, g: Tensor) -> list[Tensor]:
-    """Σ g āᵀ, shaped like the parameters: new tensors."""
-    return [g.mT @ a, g.sum(dim=0)] if len(unit.parameters) > 1 else [g.mT @ a]
-
-
 def _weight(unit: Unit) -> Tensor:
     return unit.parameters[0].detach()
-
-
-def _tangents(unit: Unit, a: Tensor, directions: Sequence[Tensor]) -> Tensor:
-    """V ā for every direction V, (k, examples, out), a new tensor."""
-    products = a.new_empty(len(directions), len(a), unit.rows)
-    for product, V in zip(products, directions, strict=True):
-        weight, *bias = unit.split(V)
-        if bias:
-            torch.addmm(bias[0], a, weight.mT, out=product)
-        else:
-            torch.mm(a, weight.mT, out=product)
-    return products
 
 
 class ByHand:
@@ -125,12 +106,12 @@ class ByHand:
     def taps(self, vectors: Sequence[Tensor | None]) -> list[list[Tap]]:
         if all(r is None for r in vectors):  # only the inputs are needed
             return [
-                [Tap(augmented(unit, a).unsqueeze(1), a.new_zeros(len(a), 1, unit.rows))]
+                [Tap(a.unsqueeze(1), a.new_zeros(len(a), 1, unit.rows))]
                 for unit, a in zip(self.trace.units, self.trace.inputs, strict=True)
             ]
         return [
-            [Tap(augmented(unit, a).unsqueeze(1), g.unsqueeze(1))]
-            for unit, a, g in self.trace.backwards(self._cotangent(vectors))
+            [Tap(a.unsqueeze(1), g.unsqueeze(1))]
+            for _, a, g in self.trace.backwards(self._cotangent(vectors))
         ][::-1]
 
     def jvp(self, directions: Sequence[Matrices]) -> list[Tensor]:
@@ -138,7 +119,7 @@ class ByHand:
 
     def vjp(self, vectors: Sequence[Tensor | None]) -> Matrices:
         backwards = self.trace.backwards(self._cotangent(vectors))
-        return tuple(unit.join(gradients(unit, a, g)) for unit, a, g in backwards)[::-1]
+        return tuple(g.mT @ a for _, a, g in backwards)[::-1]
 
     def _cotangent(self, vectors: Sequence[Tensor | None]) -> Tensor:
         """r shaped like the network's outputs."""
@@ -160,8 +141,14 @@ def trace_call(network: Network, call: ModelCall) -> Trace | None:
     way = _way(network, call)
     if way is None:
         return None
-    inputs, behind, outputs = way.forwards([u.parameters for u in network.units], call.random)
-    return Trace(network.units, inputs, slopes(behind), outputs, way.random)
+    units = network.units
+    inputs, behind, outputs = way.forwards([unit.parameters for unit in units], call.random)
+    ones = outputs.new_ones(len(outputs), 1)
+    augmented = [
+        torch.cat([a, ones], dim=1) if len(unit.parameters) > 1 else a
+        for unit, a in zip(units, inputs, strict=True)
+    ]
+    return Trace(units, augmented, slopes(behind), outputs, way.random)
 
 
 def outputs_at(network: Network, part: Pass, delta: Matrices) -> Tensor | None:
@@ -300,6 +287,8 @@ class PassByHand(NamedTuple):
     loss: Tensor
     batch: Batch
     """With the trace of the examples, for all further passes."""
+    gradient: Matrices
+    """The gradient by unit."""
     factors: tuple[OuterProduct, ...] | None
     """The gradient as outer products [MG15 §8], if they are kept."""
 
@@ -323,21 +312,26 @@ def pass_by_hand(
     call = replace(call, trace=trace, random=random if trace.random else None)
     outputs = trace.outputs.detach().requires_grad_()
     terms = objective.read(outputs, targets)
+    module = objective.module
     with torch.enable_grad():
-        loss = objective.module(outputs, targets)
+        loss = (module.forward if without_hooks(module) else module)(outputs, targets)
     (slope,) = torch.autograd.grad(loss, outputs)
     # First, so that old and new gradients are not in memory together.
     for p in network.parameters:
         p.grad = None
+    gradient: list[Tensor] = []
     factors: list[OuterProduct] = []
     for unit, a, g in trace.backwards(slope):
-        for parameter, grad in zip(unit.parameters, gradients(unit, a, g), strict=True):
-            parameter.grad = grad
+        V = g.mT @ a
+        for parameter, grad in zip(unit.parameters, unit.split(V), strict=True):
+            parameter.grad = grad.contiguous()  # for those who flatten it by view(-1)
+        gradient.append(V)
         if keep_factors:
-            factors.append(OuterProduct(g, augmented(unit, a)))
+            factors.append(OuterProduct(g, a))
     loss = loss.detach()
     loss_call = LossCall(0, terms, loss, objective.module, (Ref(0), targets.detach()), {})
-    return PassByHand(loss, Batch((Pass((call,), (loss_call,)),)), tuple(factors[::-1]) or None)
+    batch = Batch((Pass((call,), (loss_call,)),))
+    return PassByHand(loss, batch, tuple(gradient[::-1]), tuple(factors[::-1]) or None)
 
 
 def _needs_graph(closure: MiniBatchClosure, network: Network) -> bool:

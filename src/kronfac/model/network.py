@@ -233,7 +233,7 @@ class Network:
     placed: Placement | None = None
     """Where the parameters were in the last step; None before there was one."""
 
-    @property
+    @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """All trained parameters, in the order of the units."""
         return [p for unit in self.units for p in unit.parameters]

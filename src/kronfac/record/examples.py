@@ -307,7 +307,7 @@ def select(part: Pass, index: Tensor | range) -> Pass:
         return keep_attributes(take(leaf, place), leaf)
 
     def of_step(step: ModelCall | Operation) -> ModelCall | Operation:
-        args, kwargs = (pytree.tree_map(rows, given) for given in (step.args, step.kwargs))
+        args, kwargs = pytree.tree_map(rows, (step.args, step.kwargs))
         if isinstance(step, Operation):
             return replace(step, args=args, kwargs=kwargs)
         return replace(
@@ -337,4 +337,6 @@ def _of_loss(loss: LossCall, index: Tensor | range, examples: int) -> LossCall:
 
 def _terms(index: Tensor, each: int) -> Tensor:
     """The numbers of the terms of some examples, with `each` terms per example."""
+    if each == 1:
+        return index
     return (index.cpu()[:, None] * each + torch.arange(each)).reshape(-1)

@@ -103,9 +103,19 @@ def evaluate_closure(
         with callers():
             found = pass_by_hand(closure, network, wanted)
         if found is not None:
-            loss, batch, factors = found
-            network, batch = look_at(network, batch, inverse)
-            return Evaluation(network, loss, loss, loss, weight_decay, batch, call, random, factors)
+            network, batch = look_at(network, found.batch, inverse)
+            return Evaluation(
+                network,
+                found.loss,
+                found.loss,
+                found.loss,
+                weight_decay,
+                batch,
+                call,
+                random,
+                matrices=None if weight_decay else found.gradient,
+                factors=found.factors,
+            )
     # Only gradients of this closure count, even if it does not drop earlier ones.
     before = [(p, p.grad) for p in network.parameters]
     for p in network.parameters:
@@ -124,7 +134,7 @@ def evaluate_closure(
     network, batch = look_at(network, batch, inverse)
     loss = as_loss(returned, network.device)
     evaluation = Evaluation(
-        network, returned, loss, loss, weight_decay, batch, call, random, None, buffers
+        network, returned, loss, loss, weight_decay, batch, call, random, buffers=buffers
     )
     return in_full_precision(evaluation) if batch.mixed else evaluation
 
@@ -243,7 +253,8 @@ def join_ranks(
         batch=found.batch.scaled(portion.share),
         returned_loss=like(found.returned_loss, portion.returned_loss),
         loss=like(found.loss, portion.loss),
-        factors=None,  # of this rank's examples alone
+        matrices=None,  # of this rank's examples alone, like the factors
+        factors=None,
         portion=portion,
         gradients=gradients,
     )

@@ -76,8 +76,10 @@ class Evaluation:
     """Calls the closure again, for losses that K-FAC cannot see; None if there is none to call."""
     random: RandomState | None = None
     """The generators' state before the closure was called."""
+    matrices: Matrices | None = None
+    """The gradient without weight decay by unit, if a pass by hand has made it."""
     factors: Sequence[OuterProduct] | None = None
-    """The gradient without weight decay as outer products, if they are wanted."""
+    """The same as outer products, if they are wanted."""
     buffers: Sequence[Kept] = ()
     """Buffers that forward passes write to, as they were before the closure was called."""
     portion: Portion = HERE
@@ -167,6 +169,8 @@ class Evaluation:
         Raises:
             ClosureError: no unit has a gradient.
         """
+        if self.matrices is not None and not self.weight_decay:
+            return self.matrices
         if len(self.without_gradient) == len(self.network.units):
             raise ClosureError(
                 f"The closure left no gradient in {self.network.units[0].name!r} nor in any other trained "
