@@ -24,11 +24,11 @@ def run(page: Path, expected: int, names: dict[str, object]) -> list[dict[str, o
 def test_the_examples_of_the_readme_run(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    after = run(ROOT / "README.md", 5, {})
-    assert float(after[0]["loss"]) < 1e-2
-    assert float(after[1]["loss"].detach()) < float(after[0]["loss"])
-    assert "StepReport" in capsys.readouterr().out
-    assert after[2]["optimizer"].report.iteration == 2
+    after = run(ROOT / "README.md", 4, {})
+    assert float(after[0]["accuracy"]) > 0.9
+    assert float(after[1]["loss"]) < 1e-2
+    assert "after 50 steps" in capsys.readouterr().out
+    assert after[2]["optimizer"].report.iteration == 4
     assert (tmp_path / "training.pt").is_file()
 
 

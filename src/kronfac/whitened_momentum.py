@@ -148,8 +148,8 @@ def choose(
             return treated(ADAM), reason
     share = polar_cost(m, n) / (6 * m * n * seen.rows)
     if share <= POLAR_PAYS:
-        return treated(POLAR), f"{share:.2f} of its own products"
-    why = f"polar would cost {share:.1f} of its own products"
+        return treated(POLAR), f"polar costs {share:.2f} × the layer's own products"
+    why = f"polar would cost {share:.1f} × the layer's own products"
     if treated(WHITENED).has_factor(p, inputs) and n / (3 * seen.rows) <= WHITENING_PAYS:
         return treated(WHITENED), why
     return treated(ADAM), f"{why}, and whitening is no better"
@@ -282,11 +282,16 @@ class WhitenedMomentum(torch.optim.Optimizer):
                 "WhitenedMomentum needs the model itself, whose layers it looks at, not its parameters: "
                 f"WhitenedMomentum(model, lr=0.01, params=…); got a {type(model).__name__}."
             )
+        if isinstance(lr, nn.Module) or callable(lr):
+            raise TypeError(
+                "WhitenedMomentum takes the model and a learning rate, and needs no loss: "
+                f"WhitenedMomentum(model, lr=0.01); got a {type(lr).__name__} as the learning rate."
+            )
         horizons = [h for h in (steps, seconds) if h is not None]
         if len(horizons) > 1 or any(isinstance(h, bool) or not 0 < h < math.inf for h in horizons):
             raise ValueError(
-                "WhitenedMomentum takes a positive number of steps or of seconds, or neither for a "
-                f"scheduler of yours; got steps={steps!r}, seconds={seconds!r}."
+                "WhitenedMomentum takes a positive number of steps or of seconds, or neither if you use "
+                f"a scheduler; got steps={steps!r}, seconds={seconds!r}."
             )
         refuse_distributed(model)
         self.model, self.inputs, self.steps, self.seconds = model, inputs, steps, seconds
@@ -482,12 +487,17 @@ class WhitenedMomentum(torch.optim.Optimizer):
             self._clock, done, ahead = now, first["elapsed"] / self.seconds, 1e-3
         else:
             return
+        if self.steps is not None and done >= 1 and first["lr"] > 0:
+            warn(
+                f"WhitenedMomentum was given steps={self.steps}, which are over: the learning rate is zero "
+                "and further steps change nothing. Give it the number of mini-batches in all epochs."
+            )
         factor = max(0.0, min((done + ahead) / WARM_UP, 1 - done))
         for group in self.param_groups:
             if "initial_lr" in group:
                 raise LoopError(
-                    "WhitenedMomentum was given steps or seconds and sets the learning rate itself, but a "
-                    "scheduler sets it too. Leave out one of them."
+                    "WhitenedMomentum was given steps= or seconds= and sets the learning rate itself, but "
+                    "a scheduler sets it too. Leave out steps= and seconds=, or the scheduler."
                 )
             group["lr"] = group.setdefault("peak_lr", group["lr"]) * factor
 
@@ -507,7 +517,7 @@ class WhitenedMomentum(torch.optim.Optimizer):
         ):  # fmt: skip
             if not holds(group[key]):
                 raise ValueError(
-                    f"WhitenedMomentum's {key} is {rule}; group {number} has {group[key]!r}."
+                    f"WhitenedMomentum's {key} has to be {rule}; group {number} has {group[key]!r}."
                 )
         self._refuse(group["params"])
         group["iteration"] = self.param_groups[0]["iteration"]
@@ -522,7 +532,7 @@ class WhitenedMomentum(torch.optim.Optimizer):
                 what = "has a sparse gradient" if sparse else "is complex"
                 raise ValueError(
                     f"WhitenedMomentum trains real parameters by dense gradients; {self._name(p)!r} {what}."
-                    " Make embeddings with sparse=False, and complex weights of two real ones."
+                    " Make embeddings with sparse=False, and store a complex weight as two real ones."
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -141,7 +141,7 @@ def test_a_scheduler_sets_the_rate_or_the_horizon_does_but_not_both():
     assert optimizer.report.lr == [0.0, 0.0]
     both = WhitenedMomentum(model, 0.1, steps=4)
     torch.optim.lr_scheduler.LinearLR(both, 1.0, 0.0, 4)
-    with pytest.raises(LoopError, match="Leave out one of them"):
+    with pytest.raises(LoopError, match="Leave out steps= and seconds="):
         run(model, both, 0, 1)
     with pytest.raises(ValueError, match="steps or of seconds, or neither"):
         WhitenedMomentum(model, steps=4, seconds=3.0)
@@ -240,10 +240,11 @@ def test_a_loss_in_float16_with_a_scaler_and_autocast():
     ("make", "error", "message"),
     [
         (lambda m: WhitenedMomentum(m.parameters()), TypeError, "needs the model itself"),
-        (lambda m: WhitenedMomentum(m, -1.0), ValueError, "lr is finite and not negative"),
-        (lambda m: WhitenedMomentum(m, weight_decay=-1.0), ValueError, "weight_decay is finite"),
+        (lambda m: WhitenedMomentum(m, -1.0), ValueError, "lr has to be finite and not negative"),
+        (lambda m: WhitenedMomentum(m, weight_decay=-1.0), ValueError, "weight_decay has to be finite"),
         (lambda m: WhitenedMomentum(m, betas=(0.9, 1.0)), ValueError, "at least 0 and below 1"),
-        (lambda m: WhitenedMomentum(m, method="muon"), ValueError, "method is one of"),
+        (lambda m: WhitenedMomentum(m, nn.MSELoss()), TypeError, "needs no loss"),
+        (lambda m: WhitenedMomentum(m, method="muon"), ValueError, "method has to be one of"),
         (lambda m: WhitenedMomentum(m.to(torch.complex64)), ValueError, "'features.weight' is complex"),
     ],
 )  # fmt: skip

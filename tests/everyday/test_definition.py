@@ -1,6 +1,7 @@
 """Every method is its definition, written densely in float64."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -124,10 +125,14 @@ def test_the_rate_of_steps_rises_and_falls_to_zero():
     optimizer = WhitenedMomentum(model, 0.5, steps=100)
     x, y = batches(1)[0]
     rates = []
-    for _ in range(102):
-        functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        rates.append(optimizer.report.lr[0])
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        for _ in range(102):
+            functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            rates.append(optimizer.report.lr[0])
+    (over,) = given
+    assert "given steps=100, which are over" in str(over.message)
     expected = [0.25, 0.495, *(0.5 * (1 - k / 100) for k in range(2, 100)), 0.0, 0.0]
     assert rates == pytest.approx(expected)
 

@@ -25,21 +25,21 @@ def refuse_distributed(model: nn.Module) -> None:
         if isinstance(module, wrappers):
             where = f"module {name!r} of the model" if name else "the model"
             raise UnsupportedModelError(
-                f"KFAC trains a model of which every process has all parameters; {where} is a "
+                f"kronfac trains models of which every process holds all parameters; {where} is a "
                 f"{type(module).__name__}. Use a plain model, or wrap all of it in "
                 "DistributedDataParallel."
             )
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise UnsupportedModelError(
-                f"KFAC trains a model on one device; {name or 'the model'!r} is a DataParallel over "
-                f"{len(module.device_ids)} devices, whose copies of the layers KFAC can't follow. Give "
-                "KFAC the module inside, model.module, and call that."
+                f"kronfac trains a model on one device; {name or 'the model'!r} is a DataParallel over "
+                f"{len(module.device_ids)} devices, whose copies of the layers it can't follow. Give it "
+                "the module inside, model.module, and call that."
             )
     sharded = _imported("torch.distributed.tensor", "DTensor")
     names = [name for name, p in model.named_parameters() if isinstance(p, sharded)]
     if names:
         raise UnsupportedModelError(
-            "KFAC trains a model of which every process has all parameters; fully_shard or "
+            "kronfac trains models of which every process holds all parameters; fully_shard or "
             f"distribute_tensor has made these DTensors: {', '.join(map(repr, names))}. Wrap the model in "
             "DistributedDataParallel instead."
         )
