@@ -104,9 +104,8 @@ class Recorder:
 
         def restore() -> None:
             self.since = since.copy()
-            self._paused = (
-                paused  # an interrupt may come between a pause and the `try` that ends it
-            )
+            # An interrupt may come between a pause and the `try` that ends it.
+            self._paused = paused
             # torch calls no hook after a call that a KeyboardInterrupt has ended.
             self._running.calls[:] = running
 
