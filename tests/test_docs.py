@@ -40,6 +40,7 @@ def name(page: Path) -> str:
     return str(page.relative_to(DOCS))
 
 
+@pytest.mark.filterwarnings("error:KFAC:UserWarning")  # a good run is quiet
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore:.*LeafSpec")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*logging interval")
 @pytest.mark.filterwarnings(

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,6 +20,7 @@ def run(page: Path, expected: int, names: dict[str, object]) -> list[dict[str, o
     return found
 
 
+@pytest.mark.filterwarnings("error:KFAC:UserWarning")  # a good run is quiet
 def test_the_examples_of_the_readme_run(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import kronfac
 from kronfac import KFAC, EventKind, RawStep, StepReport, log_to
-from kronfac.report import REJECTED_BY, Event, EventWarnings
+from kronfac.report import REJECTED_BY, SETTLING, Event, EventWarnings
 
 
 def test_kinds_of_events_are_strings():
@@ -186,7 +186,8 @@ def test_the_third_rejected_step_of_ten_warns(own_closure):
         step()
         assert optimizer.report.rejected
 
-    step()
+    for _ in range(SETTLING):
+        step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         reject()
@@ -201,13 +202,13 @@ def test_the_third_rejected_step_of_ten_warns(own_closure):
         reject()
 
 
-def told_of(rejected: list[bool], advice: str = "") -> list[str]:
-    """Warnings in a run with these rejections."""
+def told_of(rejected: list[bool], advice: str = "", first: int = SETTLING + 1) -> list[str]:
+    """Warnings in a run with these rejections from iteration `first` on."""
     warn_of = EventWarnings()
     event = Event(EventKind.REJECTED, "It rose.", advice or REJECTED_BY["noise"])
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
-        for k, was in enumerate(rejected, 1):
+        for k, was in enumerate(rejected, first):
             warn_of(StepReport(k, 1.0, 1.0, 1.0, events=(event,) if was else ()))
     return [str(warning.message) for warning in given]
 
@@ -216,9 +217,14 @@ def test_two_rejections_in_ten_steps_are_no_warning():
     assert not told_of([False, True, True] + 8 * [False] + [True, True])
 
 
+def test_rejections_while_the_damping_settles_are_no_warning():
+    assert not told_of(SETTLING * [True] + [True, True], first=1)
+    assert told_of(SETTLING * [True] + [True, True, True], first=1)
+
+
 def test_the_third_rejection_in_ten_steps_warns_once_in_two_sentences():
     (message,) = told_of([True, False, False, True, *(4 * [False]), True, True, True])
-    assert message.startswith("KFAC rejected 3 of the last 10 steps, the latest at iteration 9. ")
+    assert message.startswith("KFAC rejected 3 of the last 10 steps, the latest at iteration 29. ")
     assert message.count(". ") == 1
     assert message.endswith(".")
 

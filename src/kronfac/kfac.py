@@ -230,8 +230,8 @@ class KFAC(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, for `torch.save`.
 
-        `"state"` has the momentum buffer of each parameter and `"param_groups"` the options of the groups,
-        as for any optimizer of torch's; `"kfac"` has the rest, in a form of K-FAC's own.
+        `"state"` shows the momentum buffer of each parameter and `"param_groups"` has the options of the
+        groups, as for any optimizer of torch's. `"kfac"` has the whole state, from which K-FAC goes on.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -259,14 +259,14 @@ class KFAC(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        loaded = load(state_dict, self.param_groups, self.network, self.settings)
-        self.network = loaded.network
+        state, network, loaded = load(state_dict, self.param_groups, self.network, self.settings)
+        self.network = network
         self._versions = None
         self.state.clear()
-        self._become(loaded.state)
-        if loaded.state.refresh is not None:
-            loaded.state.refresh.begin()
-        for group, options in zip(self.param_groups, loaded.options, strict=True):
+        self._become(state)
+        if state.refresh is not None:
+            state.refresh.begin()
+        for group, options in zip(self.param_groups, loaded, strict=True):
             kept = group["params"]
             group.clear()
             group.update(copy.deepcopy(options), params=kept)

@@ -116,6 +116,8 @@ class StepReport:
 
 RECENT, MANY = 10, 3
 """So many rejections in so many steps are worth a warning; a few are normal in a good run."""
+SETTLING = 20
+"""Rejections in so many first iterations do not count: they find λ, which may start decades off."""
 REJECTED_BY = {
     "noise": (
         "Mini-batches differ by more than a step gains: shuffle the examples, or use larger ones."
@@ -160,7 +162,7 @@ class EventWarnings:
 
     def __call__(self, report: StepReport) -> None:
         """Look at what a step did."""
-        self._rejected.append(report.rejected)
+        self._rejected.append(report.rejected and report.iteration > SETTLING)
         for event in report.events:
             if event.kind in self._given:
                 continue

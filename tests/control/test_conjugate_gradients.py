@@ -8,7 +8,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from kronfac import KFAC, ConjugateGradients, FixedDamping, FixedGamma, Gaussian
-from kronfac.curvature import DampedInverse
 from kronfac.linearize import fisher_product
 from kronfac.storage import unpack
 from tests.conformance import assert_relative
@@ -72,7 +71,7 @@ def first_step(cg_steps):
         ]
     )
     gradient = gradient + ETA * before
-    inverse = unpack(optimizer.state_dict()["kfac"]["current"]["inverse"], DampedInverse)
+    inverse = unpack(optimizer.state_dict()["kfac"]["current"]["inverse"])
 
     def precondition(r):
         return dense.flatten(inverse.mv(dense.unflatten(r, dense.shapes(model))))

@@ -55,6 +55,11 @@ def test_a_page_loads_nothing():
     assert not re.search(r"url\(|@import|http", styles)
 
 
+def test_the_lowest_of_a_line_is_bold():
+    page = document("**1.5**, <b>").html
+    assert "<td><b>1.5</b>, &lt;b&gt;</td>" in page
+
+
 @pytest.mark.parametrize("name", ["Läufe $θ$", "<img src=x onerror=alert(1)>", "a&amp;b\"c'"])
 def test_names_are_text_everywhere(name):
     page = Page(document(f"</script>{name}", name).html)

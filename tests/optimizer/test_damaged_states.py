@@ -4,7 +4,9 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from functools import reduce
+from operator import getitem
+from typing import Any
 
 import pytest
 import torch
@@ -43,8 +45,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ekfac": {"inverse": "ekfac"},
     "refresh_under_way": {"intervals": Intervals(inverse_lag=3, inverse_interval=4)},
     "paper": kronfac.presets.paper(),
+    "diagonal_block": {"blocks": kronfac.Blocks(dense_limit=0)},
+    "dense_block": {"blocks": kronfac.Blocks(dense_limit=512)},
 }
-STEPS = {"refresh_under_way": 16}
 
 
 def advance(optimizer: KFAC, steps: range) -> None:
@@ -52,8 +55,9 @@ def advance(optimizer: KFAC, steps: range) -> None:
         optimizer.step(optimizer.closure(normal(9, 4, seed=k), normal(9, 3, seed=100 + k)))
 
 
-def trained(steps: int = 6, model: nn.Module | None = None, **settings: Any) -> KFAC:
-    optimizer = KFAC(mlp([4, 5, 3], seed=3) if model is None else model, LOSS, **settings)
+def trained(steps: int = 6, **settings: Any) -> KFAC:
+    model = Scaled() if "blocks" in settings else mlp([4, 5, 3], seed=3)
+    optimizer = KFAC(model, LOSS, **settings)
     advance(optimizer, range(steps))
     return optimizer
 
@@ -71,42 +75,41 @@ def refuses(optimizer: KFAC, state: Any, match: str = "") -> None:
 
 # -------------------------------------------------------------------------------------- every entry
 
+NOT_CHECKED = {"candidates", "scales"}
+"""Tuples of any numbers."""
+
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every value in a nested state, with the keys that lead to it."""
+    """Every value that is read of a nested state, with the keys that lead to it."""
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from leaves(item, (*path, key))
-    elif isinstance(value, (list, tuple)) and value:
+            if path or key != "state":  # which shows the momentum that "kfac" has
+                yield from leaves(item, (*path, key))
+    elif isinstance(value, list) and value:
         for index, item in enumerate(value):
             yield from leaves(item, (*path, index))
     else:
         yield path, value
 
 
+def at(value: Any, path: Path) -> Any:
+    return reduce(getitem, path, value)
+
+
 def changed(value: Any, path: Path, new: Any) -> Any:
     """A copy with another value at the end of this path."""
     if not path:
         return new
-    key, *rest = path
-    if isinstance(value, dict):
-        return value | {key: changed(value[key], tuple(rest), new)}
-    items = [*value]
-    items[key] = changed(items[key], tuple(rest), new)
-    return type(value)(items)
+    found = copy.copy(value)
+    found[path[0]] = changed(value[path[0]], path[1:], new)
+    return found
 
 
 def without(value: Any, path: Path) -> Any:
     """A copy without the last key of this path."""
-    *parents, key = path
-    holder = value
-    for step in parents:
-        holder = holder[step]
-    if isinstance(holder, dict):
-        fewer: Any = {name: item for name, item in holder.items() if name != key}
-    else:
-        fewer = type(holder)(item for index, item in enumerate(holder) if index != key)
-    return changed(value, tuple(parents), fewer)
+    fewer = copy.copy(at(value, path[:-1]))
+    del fewer[path[-1]]
+    return changed(value, path[:-1], fewer)
 
 
 Damage = Callable[[Any], Iterator[tuple[Path, Any]]]
@@ -124,23 +127,20 @@ def is_tensor(leaf: Any) -> bool:
 
 
 def missing_entries(state: Any) -> Iterator[tuple[Path, Any]]:
+    yield ("state",), without(state, ("state",))
     for path, _ in leaves(state):
-        if "candidates" not in path:  # of which there may be any number
+        if not NOT_CHECKED & {*path}:
             yield path, without(state, path)
 
 
-def unknown_entries(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    value = state
-    for key in path:
-        value = value[key]
-    if isinstance(value, dict):
-        if "param_groups" not in path:  # which may hold what schedules and users put there
-            yield path, changed(state, path, value | {"unknown": 1.0})
-        for key in value:
-            yield from unknown_entries(state, (*path, key))
-    elif isinstance(value, list):
-        for index in range(len(value)):
-            yield from unknown_entries(state, (*path, index))
+def unknown_entries(state: Any) -> Iterator[tuple[Path, Any]]:
+    parents = {path[:n] for path, _ in leaves(state) for n in range(len(path))}
+    for path in parents:
+        value = at(state, path)
+        # Schedules and users may add options, and every kind of pass has an entry in "dims".
+        free = "param_groups" in path or path[-1:] == ("dims",)
+        if isinstance(value, dict) and not free:
+            yield path, changed(state, path, value | {"surplus": 1.0})
 
 
 EVERYWHERE: dict[str, Damage] = {
@@ -149,9 +149,6 @@ EVERYWHERE: dict[str, Damage] = {
         lambda leaf: torch.full_like(leaf, math.nan),
     ),
     "another shape": each_leaf(is_tensor, lambda leaf: leaf.new_zeros((*leaf.shape, 2))),
-    "another type": each_leaf(
-        lambda leaf: True, lambda leaf: leaf.tolist() if is_tensor(leaf) else "damaged"
-    ),
     "another dtype": each_leaf(is_tensor, lambda leaf: leaf.to(torch.float32)),
     "fewer dimensions": each_leaf(is_tensor, lambda leaf: leaf.sum()),
     "a missing entry": missing_entries,
@@ -159,47 +156,42 @@ EVERYWHERE: dict[str, Damage] = {
 }
 
 
-def all_accepted(optimizer: KFAC, damage: str, state: Any) -> list[Path]:
-    """The damages that are not seen, of at least one."""
-    before, accepted, count = Snapshot.of(optimizer), [], 0
-    for path, damaged in EVERYWHERE[damage](state):
-        count += 1
+def accepted(optimizer: KFAC, damages: Iterator[tuple[Path, Any]]) -> list[Path]:
+    """Damages that are not seen, of at least ten; those that are seen leave no trace."""
+    before, found, refused = Snapshot.of(optimizer), [], 0
+    for path, damaged in damages:
         try:
             optimizer.load_state_dict(damaged)
         except StateError:
             before.assert_untouched(optimizer)
+            refused += 1
         else:
-            accepted.append(path)
+            found.append(path)
             optimizer.load_state_dict(before.state)
-    assert count > 0
-    return accepted
+    assert refused >= 10
+    return found
 
 
 @pytest.mark.parametrize("damage", EVERYWHERE)
 @pytest.mark.parametrize("case", SETTINGS)
 def test_damage_is_seen_wherever_it_is(case, damage):
-    settings, steps = SETTINGS[case], STEPS.get(case, 6)
-    state = trained(steps, **settings).state_dict()
-    if case == "refresh_under_way":
-        assert state["kfac"]["refresh"] is not None
-    assert not all_accepted(trained(3, **settings), damage, state)
+    settings = SETTINGS[case]
+    state = trained(16 if case == "refresh_under_way" else 6, **settings).state_dict()
+    kinds = [block["class"] for block in state["kfac"]["curvature"]["blocks"]]
+    assert case != "refresh_under_way" or state["kfac"]["refresh"] is not None
+    assert case != "diagonal_block" or "kronfac.DiagonalMoments" in kinds
+    assert case != "dense_block" or "kronfac.DenseMoments" in kinds
+    assert not accepted(trained(3, **settings), EVERYWHERE[damage](state))
 
 
-@pytest.mark.parametrize("damage", [*EVERYWHERE][:-1])
-@pytest.mark.parametrize(
-    ("limit", "kind"), [(0, "kronfac.DiagonalMoments"), (512, "kronfac.DenseMoments")]
-)
-def test_damage_is_seen_in_other_blocks(limit, kind, damage):
-    settings = {"model": Scaled(), "blocks": kronfac.Blocks(dense_limit=limit)}
-    state = trained(**settings).state_dict()
-    assert kind in [block["class"] for block in state["kfac"]["curvature"]["blocks"]]
-    assert not all_accepted(trained(3, **settings | {"model": Scaled()}), damage, state)
+def test_values_of_other_types_raise_state_errors_or_none():
+    other_type = each_leaf(lambda leaf: True, lambda t: t.tolist() if is_tensor(t) else "damaged")
+    accepted(trained(3, **SETTINGS["paper"]), other_type(trained(**SETTINGS["paper"]).state_dict()))
 
 
 # ----------------------------------------------------------------------------------- numbers and kinds
 
 NUMBERS: dict[str, tuple[Path, Any, str]] = {
-    "iteration's type": (("iteration",), True, "iteration must be of type int; got True"),
     "generator": (("generator",), torch.zeros(7, dtype=torch.uint8), "generator"),
     "units twice": (("units",), ["0", "0"], r"\['0', '0'\]; this one has \['0', '2'\]"),
     "a class nobody knows": (("curvature", "class"), "Nobody", "'Nobody'.*import what defines it"),
@@ -207,6 +199,11 @@ NUMBERS: dict[str, tuple[Path, Any, str]] = {
         ("damping", "class"),
         "kronfac.Failed",
         "incomplete: it has no \\['message'\\]",
+    ),
+    "another rule's memory": (
+        ("damping",),
+        {"class": "kronfac.GammaState", "gamma": 1.0},
+        "GammaState where this KFAC has DampingState, and the two have nothing in common",
     ),
 }
 
@@ -240,22 +237,12 @@ def test_a_moment_of_another_kind_is_refused():
     )
 
 
-def test_what_has_no_limit_may_be_infinite():
-    state = trained(weight_decay=0.1).state_dict()
-    for path in (("step", "memory", "length"), ("curvature", "examples")):
-        state = edited(state, *path, value=math.inf)
-    optimizer = trained(3)
-    optimizer.load_state_dict(state)
-    assert same(optimizer.state_dict(), state)
-
-
 def test_a_class_of_the_same_name_elsewhere_does_not_replace_the_librarys():
     class DiagonalMoments(kronfac.extend.Moments):
         """A user's own."""
 
-    settings = {"model": Scaled(), "blocks": kronfac.Blocks(dense_limit=0)}
-    state = trained(**settings).state_dict()
-    optimizer = trained(0, **settings)
+    state = trained(**SETTINGS["diagonal_block"]).state_dict()
+    optimizer = trained(0, **SETTINGS["diagonal_block"])
     optimizer.load_state_dict(state)
     kinds = {block["class"] for block in optimizer.state_dict()["kfac"]["curvature"]["blocks"]}
     assert kinds == {"kronfac.KroneckerMoments", "kronfac.DiagonalMoments"}
@@ -294,23 +281,19 @@ def test_a_rule_goes_on_from_what_it_has_in_common_with_another():
     advance(adaptive, range(6, 8))
 
 
-def counting_rule() -> kronfac.extend.GammaRule[Any]:
+def counting_rule() -> kronfac.FixedGamma:
     """A rule with a memory; each call defines it anew, as a notebook does."""
 
     @dataclass(frozen=True)
     class Counted(kronfac.extend.GammaState):
         refreshes: int = 0
 
-    @dataclass(frozen=True)
-    class Counting(kronfac.extend.GammaRule[Counted]):
+    class Counting(kronfac.FixedGamma):
         def init(self, m: kronfac.extend.Measurement) -> Counted:
             return Counted(gamma=1.0)
 
-        def candidates(self, state: Counted, m: kronfac.extend.Measurement) -> tuple[float, ...]:
-            return (1.0 / (1 + state.refreshes),)
-
-        def update(self, state: Counted, m: kronfac.extend.Measurement) -> Counted:
-            return replace(state, gamma=m.gamma, refreshes=state.refreshes + len(m.candidates))
+        def update(self, state: Any, m: kronfac.extend.Measurement) -> Counted:
+            return replace(state, refreshes=state.refreshes + len(m.candidates))
 
     return Counting()
 
@@ -322,8 +305,6 @@ def test_of_two_classes_with_one_name_the_rules_own_is_meant():
     state = first.state_dict()
     assert other.state_dict()["kfac"]["gamma"] == state["kfac"]["gamma"]
     assert state["kfac"]["gamma"]["refreshes"] > 1
-    damaged = edited(state, "gamma", "refreshes", value=0.5)
-    refuses(other, damaged, "refreshes must be of type int; got 0.5")
 
 
 @dataclass(frozen=True)
@@ -340,54 +321,22 @@ class ScalarOperator(Storable):
 
 
 @dataclass(frozen=True)
-class ScalarMoments(kronfac.extend.Moments):
-    """The mean curvature of a unit."""
+class ScalarMoments(kronfac.extend.DiagonalMoments):
+    """Statistics without a word about shapes; their mean counts."""
 
-    mean: Tensor
-    count: int
+    def shapes(self, rows: int, columns: int) -> dict[str, Any]:
+        return {}
 
-    def damped(self, gamma: float, tikhonov: Any) -> ScalarOperator:
-        return ScalarOperator(1 / (self.mean + gamma**2))
-
-    def trace(self) -> Tensor:
-        return self.mean * self.count
-
-    def dense(self) -> Tensor:
-        return self.mean * torch.eye(self.count, dtype=self.mean.dtype)
-
-    @property
-    def size(self) -> int:
-        return self.count
-
-    def probe(self) -> list[Tensor]:
-        return [self.mean]
-
-
-class ScalarAverage:
-    def __init__(self, old: ScalarMoments | None, decay: float) -> None:
-        self.old, self.decay, self.sum, self.count = old, 0.0 if old is None else decay, 0.0, 0
-
-    def add(self, taps: Any, each: float, weight: float) -> None:
-        total = sum(tap.gradients() for tap in taps)
-        self.count = total[0].numel()
-        self.sum = self.sum + total.square().sum() * weight / self.count
-
-    def value(self) -> ScalarMoments:
-        old = 0.0 if self.old is None else self.old.mean * self.decay
-        return ScalarMoments(old + (1 - self.decay) * self.sum, self.count)
+    def damped(self, gamma: float, tikhonov: Any) -> Any:
+        return ScalarOperator(1 / (self.D.mean() + gamma**2))
 
 
 @dataclass(frozen=True)
-class ScalarBlock(kronfac.extend.Block):
-    moments: ClassVar[type[kronfac.extend.Moments]] = ScalarMoments
+class ScalarBlock(kronfac.extend.DiagonalBlock):
+    moments = ScalarMoments
 
     def observe(self, taps: Any, weight: float) -> ScalarMoments:
-        average = ScalarAverage(None, 0.0)
-        average.add(taps, 1.0, weight)
-        return average.value()
-
-    def average(self, old: Any, decay: float) -> ScalarAverage:
-        return ScalarAverage(old, decay)
+        return ScalarMoments(super().observe(taps, weight).D)
 
 
 def with_scalar_blocks(steps: int) -> KFAC:
@@ -407,7 +356,7 @@ def test_a_block_from_outside_is_saved_and_loaded_without_a_word_about_it():
     for run in (first, other):
         advance(run, range(6, 9))
     assert same(other.state_dict(), first.state_dict())
-    damaged = edited(state, "curvature", "blocks", 0, "count", value=24)
+    damaged = edited(state, "curvature", "blocks", 0, "D", value=torch.ones(24).double())
     refuses(other, damaged, "'0' are for 24 parameters; there are 25")
-    for damage in ("NaN", "another type", "a missing entry"):
-        assert not all_accepted(other, damage, state)
+    for damage in ("NaN", "a missing entry"):
+        assert not accepted(other, EVERYWHERE[damage](state))

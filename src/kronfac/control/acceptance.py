@@ -30,7 +30,7 @@ the loss is near its rounding error."""
 
 
 @dataclass(frozen=True)
-class Kept:
+class Kept(Storable):
     """Copies for rolling back the last step to the bit: θ + δ − δ is not θ."""
 
     theta: ParameterVector
@@ -40,7 +40,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Pending:
+class Pending(Storable):
     """A step that was taken and not yet validated."""
 
     delta: ParameterVector

@@ -1,8 +1,9 @@
 """What a rule is: numbers in, numbers out, and a memory of its own.
 
 A rule is an immutable value that holds settings. What it remembers from step to step is another value, a
-frozen dataclass: `init` makes it, `update` replaces it, and the optimizer keeps it, saves it and loads it.
-Its fields may be numbers, strings, None, vectors in parameter space and further such dataclasses.
+frozen dataclass that is a `Storable`: `init` makes it, `update` replaces it, and the optimizer keeps it,
+saves it and loads it. Its fields may be numbers, strings, None, vectors in parameter space and further
+`Storable` dataclasses.
 
 All rules look at one `Measurement`. Iterations are counted from 1.
 """

@@ -30,6 +30,7 @@ from kronfac.control.base import (
     model_change,
     require,
 )
+from kronfac.storage import Storable
 
 COST = 1 / 3
 """Share of what M predicts for the part along Δ that u may give up."""
@@ -44,7 +45,7 @@ LEAST_TAKEN = 0.01
 
 
 @dataclass(frozen=True)
-class MemoryState:
+class MemoryState(Storable):
     """What `LongMemory` remembers."""
 
     length: float = math.inf

@@ -135,7 +135,8 @@ class DampedInverse(Storable):
     def check(self, *units: Layout) -> None:
         """Raise a StateError if it can't be the inverse of these units' curvature."""
         for n, piece in enumerate(self.pieces):
-            if isinstance(piece, Moments):  # they have a product too
+            storable = isinstance(piece, Piece) and isinstance(piece, Storable)
+            if isinstance(piece, Moments) or not storable:  # moments have a product too
                 raise StateError(
                     f"The state's pieces[{n}] must be of type Operator or ChainOperator or Failed; got "
                     f"{type(piece).__name__}. Load an earlier state."

@@ -5,14 +5,13 @@ a tuple of such matrices, one per unit.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from kronfac.storage import PER_UNIT, Shapes, Storable
+from kronfac.storage import Shapes, Storable
 
-Matrices = Annotated[tuple[Tensor, ...], PER_UNIT]
+Matrices = tuple[Tensor, ...]
 """Gradients, updates, directions, parameters."""
 
 

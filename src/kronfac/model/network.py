@@ -24,6 +24,7 @@ from kronfac.model.blocks import Blocks, Kind
 from kronfac.model.registry import Site
 from kronfac.model.side_effects import Buffers, put_back
 from kronfac.objective import Objective
+from kronfac.storage import Storable
 
 Placement = Sequence[tuple[torch.dtype, torch.device]]
 """The dtype and the device of every parameter."""
@@ -162,7 +163,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class ExampleDims:
+class ExampleDims(Storable):
     """Where one kind of pass has its examples; by default along the first dimension of everything."""
 
     apart: bool = True
@@ -185,7 +186,7 @@ BY_CONVENTION = ExampleDims()
 
 
 @dataclass(frozen=True)
-class UnitState:
+class UnitState(Storable):
     """What the first pass has shown of a unit."""
 
     kind: str
@@ -194,7 +195,7 @@ class UnitState:
 
 
 @dataclass
-class Learned:
+class Learned(Storable):
     """What passes have shown of a network: where examples are, and which engine works."""
 
     dims: dict[str, ExampleDims] = field(default_factory=dict)

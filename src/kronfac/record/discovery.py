@@ -35,7 +35,7 @@ from kronfac.errors import StateError
 from kronfac.model.blocks import Blocks, Kind
 from kronfac.model.functions import SeeFunctions, record_uses
 from kronfac.model.nested import tensors_of
-from kronfac.model.network import Learned, Network, Unit, UnitState
+from kronfac.model.network import ExampleDims, Learned, Network, Unit, UnitState
 from kronfac.model.uses import Uses
 from kronfac.record.batch import ModelCall, Operation, Pass
 from kronfac.warn import warn
@@ -134,6 +134,10 @@ def restored(
     Raises:
         StateError: what passes have shown, or the curvature, is not of these units.
     """
+    if not all(isinstance(dims, ExampleDims) for dims in state.dims.values()):
+        raise StateError(
+            "The state's learned.dims must hold ExampleDims for each kind of pass. Load an earlier state."
+        )
     network = replace(network, learned=state.copy())
     if curvature is not None:
         network = network.reordered(order, [link is not None for link in curvature.links])

@@ -4,21 +4,20 @@
 
 `torch.optim.Optimizer.load_state_dict` casts what it finds to the parameters' dtype, the bytes of a
 generator included. So `"kfac"`, which has the whole state, has its own way into and out of plain
-dictionaries (`storage.py`); `"state"` shows the momentum buffers in it by parameter. All is read and
-checked before anything changes. A rule's memory is saved by the fields of its dataclass, so that a new
-rule needs no change here.
+dictionaries (`storage.py`); `"state"` shows the momentum buffers in it by parameter, and is not read. All
+else is read and checked before anything changes. A rule's memory is saved by the fields of its dataclass,
+so that a new rule needs no change here.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from kronfac.control import Measurement
-from kronfac.curvature import Curvature
 from kronfac.distributed import World
 from kronfac.errors import StateError
 from kronfac.groups import Groups, PerParameter, check_group, parameters_in
@@ -27,7 +26,7 @@ from kronfac.record.discovery import learned_state, restored
 from kronfac.settings import Settings
 from kronfac.step.inverses import Inverter
 from kronfac.step.state import State, initial_gamma, initial_state
-from kronfac.storage import Layout, pack, tensors_in, unpack
+from kronfac.storage import Layout, check_vector, pack, tensors_in, unpack
 
 S = TypeVar("S")
 
@@ -49,8 +48,20 @@ class SavedState(State):
     learned: Learned
     """What passes have shown of the network."""
 
-    def check(self, units: Sequence[Layout]) -> None:
-        """Raise a StateError if curvature or inverse don't fit these units."""
+    def check(self, *units: Layout) -> None:
+        """Raise a StateError if curvature, inverse or vectors in parameter space don't fit these units."""
+        pending = self.acceptance.pending
+        kept = None if pending is None else pending.kept
+        vectors = {
+            "momentum": self.step.momentum,
+            "average": self.step.memory.average,
+            "pending.delta": None if pending is None else pending.delta,
+            "kept.theta": None if kept is None else kept.theta,
+            "kept.momentum": None if kept is None else kept.momentum,
+        }
+        for name, vector in vectors.items():
+            if vector is not None:
+                check_vector(vector, units, name)
         inverse = None if self.current is None else self.current.inverse
         started = None if self.refresh is None else self.refresh.curvature
         for part in (self.curvature, inverse, started):
@@ -82,19 +93,27 @@ def saved_groups(groups: Groups, state: Mapping[Any, Mapping[str, Any]]) -> dict
     }
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A state that fits, with its network and the options of its groups."""
+@contextmanager
+def _damage_as_state_errors() -> Iterator[None]:
+    """Raise a StateError for any error that a damaged state causes while it is read."""
+    try:
+        yield
+    except StateError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise StateError(
+            f"The state can't be loaded: {type(error).__name__}: {error} Load an earlier state."
+        ) from error
 
-    state: State
-    network: Network
-    """With the order, links and blocks of its units that they had when the state was saved."""
-    options: list[Options]
-    """Of each parameter group."""
 
-
-def load(state_dict: Any, groups: Groups, network: Network, settings: Settings) -> Loaded:
+@_damage_as_state_errors()
+def load(
+    state_dict: Any, groups: Groups, network: Network, settings: Settings
+) -> tuple[State, Network, list[Options]]:
     """Read and check a whole `state_dict`; nothing is changed.
+
+    Returns the state, the network with its units as they were when the state was saved (their order, links
+    and blocks), and the options of each parameter group.
 
     Raises:
         StateError: it is of another version, model or kind of inverse, or damaged.
@@ -118,10 +137,8 @@ def load(state_dict: Any, groups: Groups, network: Network, settings: Settings) 
     updated = [{**group, **values} for group, values in zip(groups, options, strict=True)]
     eta = PerParameter.of_groups(updated, "weight_decay").least
     state, network = unpack_state(packed, network, settings, eta)
-    _check_shown(state_dict["state"], packed["step"]["momentum"], groups, network)
     # The state was brought to where the parameters are.
-    network = replace(network, placed=None)
-    return Loaded(state, network, options)
+    return state, replace(network, placed=None), options
 
 
 def _loaded_options(given: Any, groups: Groups) -> list[Options]:
@@ -131,8 +148,6 @@ def _loaded_options(given: Any, groups: Groups) -> list[Options]:
         StateError: they are of other groups, or can't be options.
     """
     own = saved_groups(groups, {})["param_groups"]
-    if not isinstance(given, list) or not all(isinstance(group, dict) for group in given):
-        raise StateError("The state's param_groups must be a list of dicts. Load an earlier state.")
     if [group.get("params") for group in given] != [group["params"] for group in own]:
         raise StateError(
             f"The state has parameter groups of {[group.get('params') for group in given]}; those of this "
@@ -141,48 +156,13 @@ def _loaded_options(given: Any, groups: Groups) -> list[Options]:
         )
     options = [{key: v for key, v in group.items() if key != "params"} for group in given]
     for number, (group, values) in enumerate(zip(groups, options, strict=True)):
-        if missing := [key for key in ("lr", "weight_decay") if key not in values]:
-            raise StateError(
-                f"The state's parameter group {number} is incomplete: it has no {missing}."
-            )
-        try:
-            check_group(values, number)
-        except ValueError as error:
-            raise StateError(f"The state can't be loaded: {error}") from error
+        check_group(values, number)
         if "param_names" in group:
             values.setdefault("param_names", group["param_names"])
     return options
 
 
-def _check_shown(
-    given: Any, momentum: Sequence[Tensor] | None, groups: Groups, network: Network
-) -> None:
-    """Raise a StateError if `"state"` does not show the saved momentum, or zeros before there is any."""
-    if momentum is None and given == {}:
-        return
-    parameters = network.parameters
-    vector = map(torch.zeros_like, parameters) if momentum is None else network.split((*momentum,))
-    buffers = dict(zip(parameters, vector, strict=True))
-    expected = {n: {MOMENTUM: buffers[p]} for n, p in enumerate(parameters_in(groups))}
-    if not _same(given, expected):
-        raise StateError(
-            f"The state's entry 'state' must have the momentum of 'kfac' as a {MOMENTUM} for each "
-            "parameter, and that alone. Load an earlier state."
-        )
-
-
-def _same(given: Any, expected: Any) -> bool:
-    """Whether two nested dicts have the same tensors."""
-    if isinstance(expected, dict):
-        known = isinstance(given, dict) and given.keys() == expected.keys()
-        return known and all(_same(given[key], item) for key, item in expected.items())
-    alike = isinstance(given, Tensor) and (given.dtype, given.shape) == (
-        expected.dtype,
-        expected.shape,
-    )
-    return alike and torch.equal(given, expected)
-
-
+@_damage_as_state_errors()
 def unpack_state(
     packed: Any, network: Network, settings: Settings, weight_decay: float
 ) -> tuple[State, Network]:
@@ -210,15 +190,15 @@ def unpack_state(
     gamma = settings.gamma.init(Measurement(lambda_=1.0, weight_decay=weight_decay))
     rules = (fresh.damping, gamma, fresh.step, fresh.acceptance)
     saved: SavedState = unpack(
-        packed,
-        SavedState,
-        device,
-        dtype=_other_dtype(packed, units),
-        units=layouts,
-        classes=map(type, rules),
+        packed, device, dtype=_other_dtype(packed, units), classes=map(type, rules)
     )
-    saved.check(layouts)
-    _check_links(saved.curvature, settings)
+    saved.check(*layouts)
+    curvature, neighbours = saved.curvature, len(units) - 1
+    if curvature and settings.inverse.couples and len(curvature.links) != neighbours:
+        raise StateError(
+            f"The state's curvature must have a link, or None, for each of {neighbours} pairs of units; "
+            f"got {len(curvature.links)}. Load an earlier state."
+        )
     state = _continued(saved, fresh, settings, weight_decay)
     network = restored(network, order, state.curvature, saved.learned)
     return state, network
@@ -243,17 +223,6 @@ def _other_dtype(packed: Any, units: Sequence[Unit]) -> torch.dtype | None:
     return own.pop() if len(floating) == len(own) == 1 and floating != own else None
 
 
-def _check_links(curvature: Curvature | None, settings: Settings) -> None:
-    if curvature is None or not settings.inverse.couples:
-        return
-    units, links = len(curvature.blocks), len(curvature.links)
-    if links != units - 1:
-        raise StateError(
-            f"The state's curvature must have a link, or None, between any two of {units} units; got "
-            f"{links}. Load an earlier state."
-        )
-
-
 def _continued(saved: SavedState, fresh: State, settings: Settings, weight_decay: float) -> State:
     """The loaded state, with the fields that today's rules share with the saved ones."""
     damping = _adopted(fresh.damping, saved.damping)
@@ -269,30 +238,33 @@ def _continued(saved: SavedState, fresh: State, settings: Settings, weight_decay
         raise StateError(
             f"The state's generator is none of a generator on {saved.generator.device}: {error}"
         ) from error
-    refresh = saved.refresh
-    if refresh is not None and not settings.intervals.inverse_lag:
-        refresh = None  # without a lag every refresh is made at once
-    if refresh is not None:
-        inverter = Inverter(settings.inverse, refresh.curvature, World.current())
-        refresh = replace(refresh, inverter=inverter)
-    kept = {f.name: getattr(saved, f.name) for f in fields(State)}
+    refresh = None  # without a lag every refresh is made at once
+    if saved.refresh is not None and settings.intervals.inverse_lag:
+        inverter = Inverter(settings.inverse, saved.refresh.curvature, World.current())
+        refresh = replace(saved.refresh, inverter=inverter)
     return State(
-        **kept
-        | {
-            "generator": generator,
-            "damping": damping,
-            "gamma": gamma,
-            "step": _adopted(fresh.step, saved.step),
-            "acceptance": _adopted(fresh.acceptance, saved.acceptance),
-            "refresh": refresh,
-        }
+        iteration=saved.iteration,
+        generator=generator,
+        damping=damping,
+        gamma=gamma,
+        step=_adopted(fresh.step, saved.step),
+        acceptance=_adopted(fresh.acceptance, saved.acceptance),
+        curvature=saved.curvature,
+        current=saved.current,
+        refresh=refresh,
+        gradients=_adopted(fresh.gradients, saved.gradients),
     )
 
 
 def _adopted(fresh: S, saved: Any) -> S:
     """A rule's memory, made from that of another rule: the fields of their common class."""
-    common = next(kind for kind in type(fresh).__mro__ if isinstance(saved, kind))
-    return replace(fresh, **{f.name: getattr(saved, f.name) for f in fields(common)})  # type: ignore[type-var]
+    shared = [k for k in type(fresh).__mro__ if is_dataclass(k) and isinstance(saved, k)]
+    if not shared:
+        raise StateError(
+            f"The state has {type(saved).__name__} where this KFAC has {type(fresh).__name__}, and the two "
+            "have nothing in common. Make a KFAC with the rules that it was saved with."
+        )
+    return replace(fresh, **{f.name: getattr(saved, f.name) for f in fields(shared[0])})  # type: ignore[type-var]
 
 
 def extended_momentum(old: Network, new: Network, momentum: Matrices | None) -> Matrices | None:

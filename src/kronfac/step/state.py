@@ -17,11 +17,11 @@ from kronfac.curvature import Curvature, DampedInverse
 from kronfac.settings import Settings
 from kronfac.step.evaluation import Evaluation
 from kronfac.step.inverses import Inverter
-from kronfac.storage import UNSAVED
+from kronfac.storage import UNSAVED, Storable
 
 
 @dataclass(frozen=True)
-class CurrentInverse:
+class CurrentInverse(Storable):
     """The inverse that is in use."""
 
     inverse: DampedInverse
@@ -32,7 +32,7 @@ class CurrentInverse:
 
 
 @dataclass(frozen=True)
-class Refresh:
+class Refresh(Storable):
     """One refresh of the inverse: to be computed, under way or done."""
 
     iteration: int
@@ -59,7 +59,7 @@ CHECK_INTERVAL = 100
 
 
 @dataclass(frozen=True)
-class CheckState:
+class CheckState(Storable):
     """What comparisons of the gradient with the recorded losses have found (`kronfac.check`)."""
 
     compared: bool = False
@@ -80,7 +80,7 @@ class CheckState:
 
 
 @dataclass(frozen=True)
-class State:
+class State(Storable):
     """The optimizer between two steps: a value, replaced as a whole when a step is committed."""
 
     iteration: int

@@ -99,7 +99,7 @@ def _select(tap: AnyTap, index: Tensor) -> AnyTap:
 
 def _reload(value: Any) -> Any:
     """The value from its saved form."""
-    return unpack(pack(value), type(value))
+    return unpack(pack(value))
 
 
 def _vec(V: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from kronfac.control import (
 )
 from kronfac.control.base import Rule
 from kronfac.errors import StateError
-from kronfac.storage import pack, unpack
+from kronfac.storage import Storable, pack, unpack
 
 TRIALS = 200
 
@@ -173,16 +173,15 @@ def _check_update(rule: Rule[Any], state: Any, m: Measurement) -> Any:
 
 def _check_saving(state: Any) -> None:
     """What a rule remembers goes through a file, and is what it was."""
-    assert is_dataclass(state), f"What a rule remembers is a dataclass; got {state!r}."
+    assert isinstance(state, Storable), f"What a rule remembers is a Storable; got {state!r}."
     packed = pack(state)
     assert _plain(packed), f"{state!r} holds what is no number and no tensor."
     file = io.BytesIO()
     torch.save(packed, file)
     file.seek(0)
     packed = torch.load(file, weights_only=True)
-    kind = type(state)
     try:
-        loaded = unpack(packed, kind, classes=[kind])
+        loaded = unpack(packed, classes=[type(state)])
     except StateError as error:
         raise AssertionError(f"{state!r} can't be loaded: {error}") from error
     assert _same(loaded, state), f"{state!r} was saved and is {loaded!r}."

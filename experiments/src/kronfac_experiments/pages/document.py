@@ -1,6 +1,7 @@
 """Tables and pictures as values, shown in the terminal, written as Markdown or as one HTML file."""
 
 import base64
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -165,7 +166,7 @@ def _html_table(table: Table) -> str:
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in table.columns)
     rows = "\n".join(
         f'<tr><th scope="row">{escape(first)}</th>'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        + "".join(f"<td>{_html_cell(cell)}</td>" for cell in cells)
         + "</tr>"
         for first, *cells in table.rows
     )
@@ -174,6 +175,11 @@ def _html_table(table: Table) -> str:
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.heading)}">'
         f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>{note}"
     )
+
+
+def _html_cell(cell: str) -> str:
+    """A cell, whose bold words are between double asterisks, as in Markdown."""
+    return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", escape(cell))
 
 
 def _html_picture(picture: Picture) -> str:

@@ -228,7 +228,7 @@ TABLE = (
         remark="DenseLevenbergMarquardt(model), residuals only",
     ),
     Contestant(
-        "ours-untuned", "WhitenedMomentum, untuned", _first_order(_ours), DEFAULT, code="kronfac",
+        "ours-untuned", "WhitenedMomentum (untuned)", _first_order(_ours), DEFAULT, code="kronfac",
         runs_of="ours", remark="WhitenedMomentum(model)",
     ),
     Contestant(
