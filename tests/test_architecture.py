@@ -8,15 +8,16 @@ from tests.structure import COUNTS, PAGE, generated
 
 BUDGETS = {
     # at most, goal
-    "library lines": (24_000, 18_000),
+    # 18,000, and 800 for `WhitenedMomentum`, which "2 of 4" adds.
+    "library lines": (21_700, 18_800),
     # 13, and `whitened_momentum.py`, which "2 of 4" adds.
     "files in the package root": (14, 14),
-    "import layers": (16, 10),
+    "import layers": (10, 10),
     # 30, and `WhitenedMomentum`, which "2 of 4" adds.
     "public names": (31, 31),
-    "constructor arguments": (17, 12),
-    "modules that a step enters": (67, 25),
-    "test lines": (43_000, 28_000),
+    "constructor arguments": (12, 12),
+    "modules that a step enters": (43, 25),
+    "test lines": (36_100, 28_000),
     "experiments, lines": (10_000, 10_000),
     "words of docs": (36_000, 36_000),
 }

@@ -102,7 +102,7 @@ def _damage_as_state_errors() -> Iterator[None]:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise StateError(
-            f"The state can't be loaded: {type(error).__name__}: {error} Load an earlier state."
+            f"The state can't be read; load an earlier one. {type(error).__name__}: {error}"
         ) from error
 
 
