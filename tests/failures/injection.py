@@ -43,10 +43,15 @@ class AtOperation(TorchDispatchMode):
 
 
 class SignalAtLine:
-    """Sends this process a signal when kronfac comes to its n-th line; counts them if n is None."""
+    """Sends this process a signal when kronfac comes to its n-th line; counts them if n is None.
 
-    def __init__(self, n: int | None = None, number: int = signal.SIGINT) -> None:
-        self.n, self.count, self._number = n, 0, number
+    Only the lines of functions with this name, if one is given.
+    """
+
+    def __init__(
+        self, n: int | None = None, number: int = signal.SIGINT, function: str = ""
+    ) -> None:
+        self.n, self.count, self._number, self._function = n, 0, number, function
 
     def __enter__(self) -> "SignalAtLine":
         self._before = sys.gettrace()
@@ -57,7 +62,9 @@ class SignalAtLine:
         sys.settrace(self._before)
 
     def _call(self, frame: Any, event: str, arg: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
+        code = frame.f_code
+        wanted = self._function in ("", code.co_name) and code.co_filename.startswith(PACKAGE)
+        return self._line if wanted else None
 
     def _line(self, frame: Any, event: str, arg: Any) -> Any:
         self.count += 1

@@ -159,6 +159,27 @@ def test_a_signal_at_any_line(problem, way, steps, wanted):
     assert_all_or_nothing_at_lines(problem, way, steps, wanted)
 
 
+@pytest.mark.parametrize("function", ["paused", "full_precision"])
+def test_a_signal_in_a_context_manager_leaves_the_recorder_on(function):
+    """Also between what it changes and the `try` that puts it back."""
+    counted = Run.of("perceptron", "loop", 1)
+    with SignalAtLine(function=function) as counter:
+        counted.step()
+    assert counter.count > 2
+    run = Run.of("perceptron", "loop", 1)
+    before = Everything.of(run.optimizer, gradients=True)
+    for n in range(1, counter.count + 1):
+        with (
+            raising(signal.SIGINT, Injected),
+            suppress(Injected),
+            SignalAtLine(n, function=function),
+        ):
+            run.step()
+        if run.optimizer.report is not before.report:
+            break
+        before.assert_kept(run.optimizer)
+
+
 def test_ctrl_c_in_a_closure_does_not_wait():
     run = Run.of("perceptron", "closure", 1)
     reached = []

@@ -100,10 +100,13 @@ class Recorder:
 
     def snapshot(self) -> Callable[[], None]:
         """A function that restores the record as it is now, for a step that fails."""
-        since, running = self.since.copy(), list(self._running.calls)
+        since, running, paused = self.since.copy(), list(self._running.calls), self._paused
 
         def restore() -> None:
             self.since = since.copy()
+            self._paused = (
+                paused  # an interrupt may come between a pause and the `try` that ends it
+            )
             # torch calls no hook after a call that a KeyboardInterrupt has ended.
             self._running.calls[:] = running
 
