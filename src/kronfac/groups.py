@@ -116,7 +116,9 @@ def _trained(group: Mapping[str, Any], model: nn.Module) -> list[Any]:
     for item in items:
         p = item[1] if isinstance(item, tuple) else item
         if not isinstance(p, Tensor):
-            raise TypeError(f"A parameter group holds parameters; got a {type(p).__name__}.")
+            raise TypeError(
+                f"A parameter group must hold parameters of the model; got a {type(p).__name__}."
+            )
         if id(p) not in known:
             raise ValueError(
                 f"KFAC trains parameters of its model; one of the shape {tuple(p.shape)} in its groups is "

@@ -333,7 +333,7 @@ class KFAC(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters of the model, such as those of a layer that was frozen so far.
 
-        The objective has another shape then: statistics and λ are found anew, from iteration 1 on. The
+        The objective has another shape then: statistics and λ are computed again, from iteration 1 on. The
         momentum buffer stays, with zeros for the new parameters.
         """
         if not isinstance(param_group, dict):

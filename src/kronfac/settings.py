@@ -39,7 +39,7 @@ LEAST_ROWS = 250
 """Terms in S₁ and S₂ at the least, if their fractions are not given: examples, or tokens if an example has
 many. By the paper's fractions of a small mini-batch the factors and the curvature of the step would be
 those of a few terms; with these they cost no more than the gradient. Networks with convolutions are left
-out: they meet their weights at hundreds of places of an example, and passes are dear."""
+out: they meet their weights at hundreds of places of an example, and passes are expensive."""
 LEAST_EXAMPLES = 8
 """Examples at the least, however many terms and places each has: those of one example are alike."""
 

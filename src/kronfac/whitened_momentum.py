@@ -406,7 +406,7 @@ class WhitenedMomentum(torch.optim.Optimizer):
             self._observer.arm(weights, wanted, self.param_groups[0]["iteration"])
 
     def _learn(self, iteration: int) -> None:
-        """Take over what forward passes have shown, on all ranks."""
+        """Choose methods and update A by what forward passes have shown, alike on all ranks."""
         found = self._observer.disarm()
         world, parameters = World.current(), self._parameters()
         facts = [
@@ -574,7 +574,7 @@ class WhitenedMomentum(torch.optim.Optimizer):
         return EverydayReport(iteration, int(self._skipped), rates, methods, dict(self._failures))
 
     def plan(self, *example: Any, **named: Any) -> EverydayPlan:
-        """What every parameter gets, and its cost, from one forward pass on an example; nothing changes."""
+        """List what every parameter gets, and its cost, by a forward pass that changes nothing."""
         model, armed = inner_model(self.model), self._observer.armed
         observer = InputObserver(model, None)
         self._observer.disarm()

@@ -206,7 +206,7 @@ def test_parameters_in_no_group_stay():
         (lambda model: model[0].weight, TypeError, "list of parameters"),
         (lambda model: [nn.Parameter(torch.zeros(2))], ValueError, "none of them"),
         (lambda model: [{"params": set(model.parameters())}], TypeError, "list, not a set"),
-        (lambda model: ["0.weight"], TypeError, "holds parameters; got a str"),
+        (lambda model: ["0.weight"], TypeError, "must hold parameters of the model; got a str"),
         (lambda model: [{"params": list(model.parameters())}] * 2, ValueError, "more than one"),
         (
             lambda model: [{"params": model.parameters(), "weight_decay": -1.0}],

@@ -98,11 +98,11 @@ class DampedChain(ChainOperator):
     Psi_G: tuple[Tensor, ...]  # ℓ − 1, (out_i, out_{i+1})
 
     def check(self, *units: Layout) -> None:
-        """Raise a StateError if it can't be of these units."""
+        """Raise a StateError if the inverse does not fit these units."""
         if len(self.Psi_A) != len(units) - 1 or len(self.Psi_G) != len(units) - 1:
             raise StateError(
-                f"The state's chain of {len(units)} units must have one Ψ less on either side; got "
-                f"{len(self.Psi_A)} and {len(self.Psi_G)}. Load an earlier state."
+                f"The state's chain of {len(units)} units must have {len(units) - 1} matrices Ψ of A and "
+                f"of G; got {len(self.Psi_A)} and {len(self.Psi_G)}. Load an earlier state."
             )
         for Sigma_inv, unit in zip(self.Sigma_inv, units, strict=True):
             Sigma_inv.check(unit)

@@ -36,7 +36,7 @@ def ema_decay(iteration: int, ceiling: float | None = None, memory: float = 1.0)
 
 
 class Examples(Protocol):
-    """A micro-batch."""
+    """A micro-batch, as far as `estimate` reads it."""
 
     @property
     def examples(self) -> int:
@@ -114,21 +114,21 @@ def estimate(
     decay: float = 0.0,
     update: InverseUpdate | None = None,
 ) -> Curvature:
-    """The curvature on S₁, averaged into `old` with weight 1 − decay.
+    """Estimate the curvature on S₁, and average it into `old` with weight 1 − decay.
 
     Args:
         sample: S₁.
-        blocks: of the units.
+        blocks: the block of each unit.
         fisher: where the vectors come from.
         generator: for random numbers.
         links: whether each unit and the next are neighbours in a chain whose cross moments are wanted.
         old: the moving average so far.
         decay: ε.
-        update: of the inverse in use, which receives the same taps.
+        update: that of the inverse in use, which receives the same taps.
     """
     if old is not None and len(old.blocks) != len(blocks):
         raise ValueError(
-            f"The moving average is of {len(old.blocks)} units, the network has {len(blocks)}."
+            f"The moving average needs the network's {len(blocks)} units; got {len(old.blocks)} units."
         )
     known = [_old(block, old, n) for n, block in enumerate(blocks)]
     averages = [block.average(own, decay) for block, own in zip(blocks, known, strict=True)]
@@ -310,7 +310,7 @@ class _Visit:
     def with_signs(
         self, vectors: Sequence[Tensor | None], number: int, seed: int, examples: int
     ) -> list[Tensor | None]:
-        """The vectors with a random sign per example, or per term if terms do not belong to examples."""
+        """Multiply the vectors by a random sign per example, or per term if terms belong to no example."""
         own = self.part.examples
         signed: list[Tensor | None] = []
         for call, (v, (total, start)) in enumerate(zip(vectors, self.terms, strict=True)):

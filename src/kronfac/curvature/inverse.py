@@ -175,7 +175,7 @@ class DampedInverse(Storable):
         return replace(self, pieces=tuple(found))
 
     def completed_by(self, old: "DampedInverse | None") -> "DampedInverse | None":
-        """The inverse with old pieces in place of those that failed; None if an old one failed too."""
+        """Replace failed pieces by those of an old inverse; None if an old piece failed too."""
         if not self.failures:
             return self
         if old is None:

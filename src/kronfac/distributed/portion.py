@@ -72,7 +72,7 @@ class OwnPart:
 
 
 def gather_parts(world: World, own: OwnPart, averaged: bool | None) -> Portion | None:
-    """This rank's portion of the mini-batch; None if a rank has nothing to take a step from.
+    """This rank's portion of the mini-batch; None if some rank has no data for a step.
 
     Raises:
         RankError: another rank has failed, or trains another network or from other parameters.

@@ -43,8 +43,8 @@ def network(
         def forward(self, x: Tensor) -> Tensor:
             if self._input_transform is not None or self._output_transform is not None:
                 raise UnsupportedModelError(
-                    "kronfac's network for DeepXDE has no feature or output transform, whose derivatives "
-                    "it would have to take too. Write them into the equation and the conditions."
+                    "kronfac's network for DeepXDE supports no feature or output transform, whose "
+                    "derivatives it would need too. Write them into the equation and the conditions."
                 )
             y: Tensor = self.columns(x)
             return y

@@ -249,7 +249,7 @@ class Traced:
 def outputs_and_jvp(
     network: Network, part: Pass, directions: Sequence[Matrices]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The raw outputs of every loss call, and J v there, (k, …), by forward mode if the network has it."""
+    """Return raw outputs and J v, (k, …), for every loss call, by forward mode if the network has it."""
     if network.learned.forward_mode:
         try:
             return by_forward_mode(network, part, directions)

@@ -136,7 +136,7 @@ class Unit:
         return t.reshape(self.rows, -1)
 
     def split(self, V: Tensor) -> list[Tensor]:
-        """Tensors shaped like the parameters from V: views of it, unless weights are swapped in groups."""
+        """Split V into tensors of the parameters' shapes: views, unless weights are swapped in groups."""
         parts = []
         for p, start, stop in self._columns:
             if p.dim() == 1 and stop - start == 1:

@@ -87,7 +87,7 @@ def least_squares(
         return result
     if reduction not in ("mean", "sum"):
         raise ValueError(
-            f"kronfac.least_squares is a 'mean' or a 'sum'; got the reduction {reduction!r}."
+            f"kronfac.least_squares needs the reduction 'mean' or 'sum'; got {reduction!r}."
         )
     mean = reduction == "mean"
     squares = residual.square() * _expanded(residual, weight)

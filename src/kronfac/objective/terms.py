@@ -99,7 +99,7 @@ class Terms:
         return replace(self, weight=weight, summed=False)
 
     def weighed_by(self, each: Tensor) -> "Terms":
-        """The terms of Σ each ⊙ loss, for a loss without reduction: one number per term, or per output."""
+        """The terms of Σ each ⊙ loss, for a loss without reduction and a number per term or output."""
         each = each.reshape(self.count, -1)
         if self.channels:
             each = each.squeeze(1)

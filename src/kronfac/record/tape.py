@@ -94,14 +94,14 @@ class Entry:
 
 
 class Tape:
-    """The tensors that one record has computed or was given, by their indices.
+    """Numbers the tensors that one record has received or computed.
 
-    A tensor that was written to is no longer known.
+    It forgets tensors that were written to.
 
     Args:
         model: the model.
         indices: for tensors, in their order.
-        key: the same for all tapes that know each other's tensors; None for none.
+        key: shared by tapes that may refer to each other's tensors; None if there are no others.
     """
 
     def __init__(self, model: nn.Module, indices: Iterator[int], key: int | None = None) -> None:

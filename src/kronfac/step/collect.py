@@ -86,7 +86,7 @@ def evaluate_closure(
         callers: the context that the closure is called in, see `model/side_effects.py`.
 
     Raises:
-        ClosureError: it did not do what a step needs.
+        ClosureError: the closure did not do what a step needs, such as a backward pass.
         UnsupportedModelError: the model has been changed.
     """
     refuse_changes(network)

@@ -135,7 +135,7 @@ def _proportional(ours: tuple[float, ...], theirs: tuple[float, ...], scale: flo
 
 
 def check_damping_rule(rule: AnyDampingRule) -> None:
-    """Check that λ is finite and not negative after any measurement, and the state pure and saveable."""
+    """Check that λ stays finite and not negative, and that states are left unchanged and can be saved."""
     for m in measurements():
         state = rule.init(m)
         _check_saving(state)

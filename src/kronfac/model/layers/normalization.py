@@ -49,7 +49,7 @@ for _function in (
 
 
 class NormalizationAdapter(Layer):
-    """Scale and shift, as two columns."""
+    """Treats scale and shift of a normalisation layer as the two columns of one matrix V."""
 
     kind: ClassVar[Kind] = "elementwise"
 
