@@ -98,8 +98,10 @@ def loop(problem: Problem, model: nn.Module, loss: nn.Module, k: int) -> None:
 
 def torch_alone(training: Training, k: int) -> BaseException | None:
     """The error that torch raises by itself, without an optimizer, from this point on."""
+    random = torch.get_rng_state()
     model = training.problem.model()
     model.load_state_dict(training.optimizer.model.state_dict())
+    torch.set_rng_state(random)  # for the dropout masks of the run
     try:
         loop(training.problem, model, training.optimizer.objective.module, k)
     except Exception as error:
