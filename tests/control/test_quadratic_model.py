@@ -194,6 +194,12 @@ def test_below_what_the_loss_resolves_there_is_nothing_to_gain():
     assert clip_to_objective(step, 1.0, least=0.2) == (step, 1.0)
 
 
+def test_a_step_whose_square_overflows_is_cut_too():
+    cut, share = clip_to_objective(Step((1.0,), -7e160, None), 7e29)
+    assert share == pytest.approx(7e29 / 1.4e161, rel=1e-12)
+    assert cut.predicted_change == -7e29
+
+
 def test_a_step_that_promises_less_is_left_as_it_is():
     step = Step((1.0, 0.5), -0.7)
     assert clip_to_objective(step, 0.7) == (step, 1.0)

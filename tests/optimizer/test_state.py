@@ -267,3 +267,27 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(unfit):
     with pytest.raises(StateError, match=message):
         optimizer.load_state_dict(state)
     before.assert_untouched(optimizer)
+
+
+class ClassToken(nn.Module):
+    """A parameter before every sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(1, 1, 3))
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sequences = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1)
+        z: Tensor = self.head(sequences.mean(dim=1))
+        return z
+
+
+def test_units_whose_uses_were_not_seen_are_saved_as_such():
+    """The kind of use that the first pass has shown is none that its block is for."""
+    optimizer, other = (KFAC(ClassToken(), nn.MSELoss()) for _ in range(2))
+    with pytest.warns(UserWarning, match="does not see all uses of 'token'"):
+        optimizer.step(optimizer.closure(normal(3, 4, 3).float(), normal(3, 2).float(), chunk=2))
+    saved = optimizer.state_dict()
+    other.load_state_dict(saved)
+    assert same(other.state_dict(), saved)

@@ -158,8 +158,9 @@ def clip_to_objective(step: Step, objective: float, least: float = 0.0) -> tuple
     objective -= least
     slope, curvature = step.slope_and_curvature
     # The smaller root of c g + c² q/2 = −objective, in the form that loses no digits.
-    root = math.sqrt(max(slope**2 - 2 * curvature * objective, 0.0))
-    share = 2 * objective / (-slope + root)
+    scale = abs(slope) or 1.0  # or squares may overflow
+    g, q, h = slope / scale, curvature / scale, objective / scale
+    share = 2 * h / (-g + math.sqrt(max(g * g - 2 * q * h, 0.0)))
     return replace(step.scaled(share), predicted_change=-objective), share
 
 

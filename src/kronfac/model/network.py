@@ -90,8 +90,14 @@ class Unit:
 
     def unobserved(self, why: str) -> "Unit":
         """The unit with a diagonal block, which is estimated from the gradient alone."""
-        block, original = DiagonalBlock(), self.undiscovered
-        return replace(self, block=block, observed=False, why=why, original=original)
+        return replace(
+            self,
+            block=DiagonalBlock(),
+            observed=False,
+            kind="",
+            why=why,
+            original=self.undiscovered,
+        )
 
     @cached_property
     def shape(self) -> tuple[int, int]:
