@@ -98,7 +98,7 @@ CONSTRUCTIONS: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "several devices": (
         lambda: KFAC(over_two_devices(), LOSS),
         UnsupportedModelError,
-        ("KFAC trains.*one device", "2 devices", r"model\.module"),
+        ("kronfac trains.*one device", "2 devices", r"model\.module"),
     ),
 }
 
