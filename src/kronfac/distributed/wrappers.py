@@ -32,8 +32,8 @@ def refuse_distributed(model: nn.Module) -> None:
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise UnsupportedModelError(
                 f"kronfac trains a model on one device; got {repr(name) + ', ' if name else ''}"
-                f"a DataParallel over {len(module.device_ids)} devices, whose copies of the layers it can't follow. Give it "
-                "the module inside, model.module, and call that."
+                f"a DataParallel over {len(module.device_ids)} devices, whose copies of the layers it "
+                "can't follow. Give it the module inside, model.module, and call that."
             )
     sharded = _imported("torch.distributed.tensor", "DTensor")
     names = [name for name, p in model.named_parameters() if isinstance(p, sharded)]
